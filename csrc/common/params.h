@@ -84,6 +84,12 @@ struct FwdParams {
   float* out_partial = nullptr;   // (num_splits, batch, seqlen_q, num_heads_q, head_dim_v) float32
   float* lse_partial = nullptr;   // (num_splits, batch, num_heads_q, seqlen_q) float32
   bool pack_gqa = false;          // query heads of one KV head become rows of one tile
+  // Where partials lie, dense and packed alike: row r of batch b in split s starts at
+  // s * split + b * batch + r * row + head * head. Packed: batch is 0 and r counts from the start
+  // of the packed tensor, (num_splits, total_q, heads, head_dim_v) and (num_splits, heads, total_q).
+  int64_t out_partial_split_stride = 0;
+  Stride out_partial_stride;
+  int64_t lse_partial_split_stride = 0, lse_partial_batch_stride = 0, lse_partial_head_stride = 0;
 
   // ---- launch
   void* workspace = nullptr;  // FwdKernel::workspace_bytes, 256-byte aligned, not initialised
