@@ -40,7 +40,9 @@ struct BwdKernel {
 struct KernelTable {
   const FwdKernel* fwd = nullptr;
   int num_fwd = 0;
-  const FwdKernel* decode = nullptr;  // split-KV: writes out_partial and lse_partial
+  // Split-KV: writes out_partial and lse_partial, never out and lse, also for one split; combine
+  // follows. Where q is packed, lse_partial holds -inf before the launch.
+  const FwdKernel* decode = nullptr;
   int num_decode = 0;
   const BwdKernel* bwd = nullptr;
   int num_bwd = 0;
