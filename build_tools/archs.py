@@ -63,6 +63,18 @@ def serving_capability(capability: int) -> int:
     return max(same_generation, default=80)
 
 
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver serves, None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
 def visible_gpus() -> list[int]:
     """Compute capabilities of the GPUs that the driver shows (80 is 8.0); empty without one."""
     try:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from . import archs, runner
+from . import archs, plan, ptxas, runner
+from .fetch import fetch
 from .jobs import job_count
 from .messages import BuildError, duration, say
-from .plan import ROOT, Plan, Toolchain, default_build_folder, make_plan
+from .plan import ROOT, Plan, Toolchain, Unit, default_build_folder
 from .toolchain import (
-    NVCC_WHEELS,
+    CUTLASS_WHEEL_INCLUDE,
     Nvcc,
     check_platform,
+    find_cutlass,
     find_gxx,
     find_nvcc,
     newest_gxx,
@@ -27,49 +31,66 @@ from .toolchain import (
 )
 
 
-def find_tools() -> Toolchain:
-    """Finds compilers and headers, and decides what to build for; says so."""
+def find_tools(build: Path) -> Toolchain:
+    """Finds compilers and headers, fetches what lacks, and says what will be built."""
     check_platform()
     torch = require_torch()
     none_wanted = os.environ.get("FLASH_CUDA_ARCHS", "").strip().lower() == "none"
-    nvcc = None if none_wanted else find_nvcc()
+    nvcc = None if none_wanted else find_nvcc(build / "fetched/nvcc")
     wanted, why = archs.requested(nvcc is not None, torch.cuda is not None)
-    if wanted and nvcc is None:
-        raise BuildError(no_compiler_text(torch.cuda))
-    if wanted and nvcc:
+    if wanted and nvcc is None and archs.kernel_folders(plan.CSRC, wanted):
+        nvcc = _fetch_nvcc(torch.cuda, build)
+    if nvcc:
         wanted = archs.limit_to_toolkit(wanted, nvcc.toolkit, why == "FLASH_CUDA_ARCHS")
     gxx = find_gxx(newest_gxx(nvcc.toolkit) if wanted and nvcc else None)
     strict = os.environ.get("FLASH_CUDA_STRICT", "0") == "1"
-    tools = Toolchain(gxx, torch, python_include(), nvcc if wanted else None, wanted, strict)
+    tools = Toolchain(gxx, torch, python_include(), nvcc if wanted else None, wanted, strict=strict)
     say(f"g++ {gxx.version}, torch {torch.version} in {torch.include.parent}")
-    say(kernels_line(wanted, why, nvcc))
+    say(kernels_line(tools, why))
+    if wanted and nvcc:
+        _warn_of_old_driver(nvcc)
+    if plan.needs_cutlass(wanted):
+        tools = replace(tools, cutlass=find_cutlass() or _fetch_cutlass(build))
     return tools
 
 
-def no_compiler_text(torch_cuda: str | None) -> str:
-    """The line for kernels that are wanted where no nvcc is."""
+def _fetch_nvcc(torch_cuda: str | None, build: Path) -> Nvcc:
     if torch_cuda and torch_cuda.startswith("12"):
-        return (
-            f"no nvcc found, and torch is built for CUDA {torch_cuda}; install a CUDA toolkit 12.8"
+        raise BuildError(
+            f"no nvcc found, and torch is built for CUDA {torch_cuda}: install a CUDA toolkit 12.8"
             " or 12.9 and set CUDA_HOME (or FLASH_CUDA_ARCHS=none for the CPU engine alone)"
         )
-    wheels = " ".join(f"'{wheel}'" for wheel in NVCC_WHEELS)
-    return (
-        f"no nvcc found; set CUDA_HOME, or pip install {wheels} (or FLASH_CUDA_ARCHS=none for the"
-        " CPU engine alone)"
-    )
+    nvcc = find_nvcc(fetch("nvcc", 105, build))
+    assert nvcc is not None
+    return nvcc
 
 
-def kernels_line(wanted: tuple[int, ...], why: str, nvcc: Nvcc | None) -> str:
+def _fetch_cutlass(build: Path) -> Path:
+    return fetch("cutlass", 7, build) / CUTLASS_WHEEL_INCLUDE
+
+
+def _warn_of_old_driver(nvcc: Nvcc) -> None:
+    driver = archs.driver_cuda()
+    if driver and driver[0] < nvcc.toolkit[0]:
+        say(
+            f"warning: the driver serves CUDA up to {driver[0]}.{driver[1]}, and kernels of nvcc"
+            f" {nvcc.version} need {nvcc.toolkit[0]}.0; update the driver, or set CUDA_HOME to an"
+            " older toolkit"
+        )
+
+
+def kernels_line(tools: Toolchain, why: str) -> str:
     """What will be built of the kernels, why, and by which compiler."""
-    if not wanted:
+    if not tools.archs:
         return (
             f"no GPU kernels ({why}): the CPU engine alone. For kernels: FLASH_CUDA_ARCHS=all"
-            " (or 80, 90, 100, ...) with CUDA_HOME set or nvcc on PATH"
+            f" (or some of {', '.join(map(str, archs.CAPABILITIES))})"
         )
-    assert nvcc is not None
-    names = ", ".join(f"{arch / 10}" for arch in wanted)
-    return f"kernels for {names} ({why}); nvcc {nvcc.version} in {nvcc.path} ({nvcc.found_by})"
+    names = ", ".join(f"{arch / 10}" for arch in tools.archs)
+    if tools.nvcc is None:
+        return f"kernels for {names} ({why})"
+    nvcc = tools.nvcc
+    return f"kernels for {names} ({why}); nvcc {nvcc.version}: {nvcc.path} (by {nvcc.found_by})"
 
 
 @contextmanager
@@ -88,52 +109,125 @@ def _lock(build: Path) -> Iterator[None]:
 def build_library(out: Path) -> None:
     """Compiles what changed, links it and copies it to `out`."""
     started = time.time()
-    tools = find_tools()
     build = default_build_folder()
     with _lock(build):
-        plan = make_plan(tools, build)
-        write_build_info(tools, plan, build / "generated/build_info.h")
-        stale = [unit for unit in plan.units if not runner.is_current(unit)]
-        if stale:
-            jobs = min(job_count(), len(stale))
-            seconds = sum(runner.expected_seconds(unit) for unit in stale) / jobs
-            say(f"compiling {len(stale)} of {len(plan.units)} files, {jobs} at a time:"
-                f" about {duration(seconds)}")
-            runner.compile_all(stale, jobs)
+        tools = find_tools(build)
+        whole = plan.make_plan(tools, build)
+        write_build_info(tools, whole, build / "generated/build_info.h")
+        _compile_stale(whole.units, build)
+        _check_kernels(whole.units, tools.strict)
         library = build / "lib" / out.name
-        objects = [unit.object for unit in plan.units]
-        linked = runner.link(objects, tools.gxx.command, plan.link_flags, library)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        objects = [unit.object for unit in whole.units]
+        linked = runner.link(objects, tools.gxx.command, whole.link_flags, library)
         if linked or not out.exists() or out.stat().st_mtime_ns < library.stat().st_mtime_ns:
+            out.parent.mkdir(parents=True, exist_ok=True)
             partial = out.with_suffix(f".{os.getpid()}.tmp")
             shutil.copy(library, partial)
             partial.replace(out)
-    say(f"built {out.name} in {duration(time.time() - started)}")
+    megabytes = out.stat().st_size / 1e6
+    say(f"{out.name}: {megabytes:.1f} MB, built in {duration(time.time() - started)}")
+
+
+def compile_only(patterns: Sequence[str]) -> None:
+    """Compiles the files whose path contains one of the patterns, and links nothing."""
+    build = default_build_folder()
+    with _lock(build):
+        tools = find_tools(build)
+        whole = plan.make_plan(tools, build)
+        write_build_info(tools, whole, build / "generated/build_info.h")
+        units = [u for u in whole.units if any(pattern in u.name for pattern in patterns)]
+        if not units:
+            raise BuildError(f"no source file of this build matches {' or '.join(patterns)}")
+        _compile_stale(units, build)
+        _check_kernels(units, tools.strict)
+
+
+def write_compile_commands(out: Path) -> None:
+    """Writes the compiler calls for editors and clang-tidy."""
+    build = default_build_folder()
+    tools = find_tools(build)
+    whole = plan.make_plan(tools, build)
+    entries = [
+        {"directory": str(ROOT), "file": str(unit.source), "arguments": list(unit.command)}
+        for unit in whole.units
+    ]
+    out.write_text(json.dumps(entries, indent=1) + "\n")
+    say(f"wrote {out.name}: {len(entries)} files")
+
+
+def _compile_stale(units: Sequence[Unit], build: Path) -> None:
+    stale = [unit for unit in units if not runner.is_current(unit)]
+    if not stale:
+        return
+    jobs = min(job_count(), len(stale))
+    seconds = runner.expected_wall_seconds(stale, jobs)
+    say(
+        f"compiling {len(stale)} of {len(units)} files, {jobs} at a time: about {duration(seconds)}"
+    )
+    runner.compile_all(stale, jobs)
+    _report(stale, units, build)
+
+
+def _report(compiled: Sequence[Unit], units: Sequence[Unit], build: Path) -> None:
+    """Says time and size of each file that was compiled; writes all that is known to a file."""
+    entries = []
+    for unit in units:
+        stamp = runner.read_stamp(unit)
+        if stamp:
+            kernels = [asdict(kernel) for kernel in ptxas.parse(stamp.log)]
+            entries.append(
+                {
+                    "file": unit.name,
+                    "seconds": round(stamp.seconds, 2),
+                    "bytes": stamp.size,
+                    "kernels": kernels,
+                }
+            )
+    (build / "report.json").write_text(json.dumps(entries, indent=1) + "\n")
+    names = {unit.name for unit in compiled}
+    say("  seconds       kB  file")
+    for entry in sorted(entries, key=lambda e: -e["seconds"]):  # type: ignore[operator]
+        if entry["file"] in names:
+            say(f"{entry['seconds']:9.1f} {entry['bytes'] // 1000:8}  {entry['file']}")  # type: ignore[operator]
+
+
+def _check_kernels(units: Sequence[Unit], strict: bool) -> None:
+    """Spills and serialized wgmma: an error where warnings are, a line otherwise."""
+    found: list[str] = []
+    for unit in units:
+        stamp = runner.read_stamp(unit) if unit.source.suffix == ".cu" else None
+        if stamp:
+            found += ptxas.faults(unit.source, stamp.log)
+    if found and strict:
+        raise BuildError("slow kernels:\n  " + "\n  ".join(found))
+    for line in found:
+        say(f"warning: {line}")
 
 
 def commit() -> str:
-    """The commit of the source tree, "" if it is not a git checkout."""
+    """The commit of the source tree; of an sdist, the one that it was made from; else ""."""
+    noted = ROOT / ".commit"
+    if noted.exists():
+        return noted.read_text().strip()
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"],
-            check=True, capture_output=True, text=True,
-        )
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()
 
 
-def write_build_info(tools: Toolchain, plan: Plan, header: Path) -> None:
+def write_build_info(tools: Toolchain, whole: Plan, header: Path) -> None:
     """Writes the macros that `_C.build_info()` reports; leaves an equal file untouched."""
     codes = [
-        f"{folder}:{code}"
-        for folder in plan.folders
+        f"{folder}:sm_{code}"
+        for folder in whole.folders
         if folder != "common"
         for code in archs.folder_codes(folder, tools.archs)
     ]
-    nvcc = tools.nvcc if plan.folders else None
+    nvcc = tools.nvcc if whole.folders else None
     values = {
-        "ARCHS": ",".join(map(str, tools.archs if plan.folders else ())),
+        "ARCHS": ",".join(map(str, tools.archs if nvcc else ())),
         "CODES": ",".join(codes),
         "NVCC": nvcc.version if nvcc else "",
         "CUDART": ".".join(map(str, nvcc.toolkit)) if nvcc else "",

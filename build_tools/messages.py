@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 
@@ -9,9 +10,19 @@ class BuildError(Exception):
     """Ends the build with its text as the only thing that the user sees."""
 
 
+class Listener:
+    """Whether stdout is swallowed, as pip and uv do, which show it only after a failure."""
+
+    captured = False
+
+
 def say(text: str) -> None:
-    """Prints a line at once, also where stdout is a pipe (as under pip)."""
-    print(f"flash_cuda: {text}" if text else "", flush=True)
+    """Prints a line at once; on the user's terminal too where a front end swallows stdout."""
+    line = f"flash_cuda: {text}"
+    print(line, flush=True)
+    if Listener.captured and not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            terminal.write(f"\r{line}\n")
 
 
 def fail(error: BuildError) -> SystemExit:

@@ -55,6 +55,7 @@ class Toolchain:
     python_include: Path
     nvcc: Nvcc | None = None
     archs: tuple[int, ...] = ()
+    cutlass: Path | None = None  # include folder
     strict: bool = False  # warnings of the host compiler are errors
 
 
@@ -81,6 +82,14 @@ def make_plan(tools: Toolchain, build: Path) -> Plan:
     return Plan(units, folders, _link_flags(tools, folders))
 
 
+def needs_cutlass(wanted: Sequence[int]) -> bool:
+    """Whether a kernel that would be built includes headers of CUTLASS."""
+    if "sm100" not in archs.kernel_folders(CSRC, wanted):
+        return False
+    files = [f for f in (CSRC / "sm100").iterdir() if f.suffix in (".cu", ".cuh", ".h")]
+    return any("#include <cut" in file.read_text() for file in files)
+
+
 def _sources(folder: str, suffix: str) -> list[Path]:
     return sorted((CSRC / folder).glob(f"*{suffix}"))
 
@@ -96,6 +105,8 @@ def _kernel_unit(tools: Toolchain, source: Path, folder: str, build: Path) -> Un
     gencode = archs.gencode_flags(folder, tools.archs)
     command = [str(tools.nvcc.path), f"-ccbin={tools.gxx.command[-1]}", *NVCC_FLAGS]
     command += [f"--keep-dir={keep}", *gencode, f"-I{CSRC}"]
+    if tools.cutlass and folder == "sm100":
+        command += ["-isystem", str(tools.cutlass)]
     command += ["-MMD", "-MF", str(obj.with_suffix(".d")), "-c", str(source), "-o", str(obj)]
     identity = f"nvcc {tools.nvcc.version} g++ {tools.gxx.version} {' '.join(command[2:])}"
     codes = gencode[0].count(",") + 1 if len(gencode) == 1 else 2 * len(gencode)
@@ -141,5 +152,3 @@ def _link_flags(tools: Toolchain, folders: Sequence[str]) -> list[str]:
 def default_build_folder() -> Path:
     """`build/` in the source tree, or FLASH_CUDA_BUILD_DIR."""
     return Path(os.environ.get("FLASH_CUDA_BUILD_DIR") or ROOT / "build").resolve()
-
-

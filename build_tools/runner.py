@@ -126,8 +126,14 @@ def expected_seconds(unit: Unit) -> float:
     return stamp.seconds if stamp else unit.expected_seconds
 
 
+def expected_wall_seconds(units: Sequence[Unit], jobs: int) -> float:
+    """How long compile_all should take: the work shared out, and never less than the longest."""
+    seconds = [expected_seconds(unit) for unit in units]
+    return max([sum(seconds) / jobs, *seconds])
+
+
 def compile_all(units: Sequence[Unit], jobs: int) -> None:
-    """Compiles the units, `jobs` at a time. The first failure lets running ones end, no more start."""
+    """Compiles the units, `jobs` at a time. After a failure no more start."""
     progress = _Progress(units, jobs)
     expected = {unit.object: expected_seconds(unit) for unit in units}
     waiting = list(units)

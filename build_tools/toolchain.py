@@ -18,13 +18,7 @@ from .messages import BuildError
 
 OLDEST_TORCH = (2, 10)
 OLDEST_GXX = 9
-
-# Wheels that make a compiler of CUDA 13.0 in site-packages/nvidia/cu13.
-NVCC_WHEELS = tuple(
-    f"nvidia-{part}==13.0.*"
-    for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")
-)
-NVCC_WHEELS_MB = 105
+CUTLASS_WHEEL_INCLUDE = "cutlass_library/source/include"
 
 # The newest g++ that an nvcc accepts as its host compiler.
 NEWEST_GXX = {(12, 0): 12, (12, 4): 13, (12, 8): 14, (13, 0): 15}
@@ -95,7 +89,9 @@ def find_gxx(newest: int | None = None) -> Gxx:
         try:
             version = _run([*command, "-dumpfullversion", "-dumpversion"]).strip()
         except (OSError, subprocess.CalledProcessError):
-            raise BuildError(f"{shlex.join(command)} does not run; set CXX to a C++17 compiler")
+            raise BuildError(
+                f"{shlex.join(command)} does not run; set CXX to a C++17 compiler"
+            ) from None
         is_gcc = "clang" not in Path(command[-1]).name
         major = int(version.split(".")[0])
         if is_gcc and major < OLDEST_GXX:
@@ -170,7 +166,7 @@ def version_tuple(text: str) -> tuple[int, int]:
     return int(major), int(re.match(r"\d+", minor)[0])  # type: ignore[index]
 
 
-def _nvcc_candidates() -> list[tuple[Path, str]]:
+def _nvcc_candidates(fetched: Path | None) -> list[tuple[Path, str]]:
     found = []
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
@@ -179,13 +175,18 @@ def _nvcc_candidates() -> list[tuple[Path, str]]:
     if on_path:
         found.append((Path(on_path), "PATH"))
     found.append((Path("/usr/local/cuda/bin/nvcc"), "/usr/local/cuda"))
-    found += [(folder / "nvidia/cu13/bin/nvcc", "wheels") for folder in site_folders()]
+    folders = [*site_folders(), *([fetched] if fetched else [])]
+    found += [(folder / "nvidia/cu13/bin/nvcc", "wheels") for folder in folders]
     return found
 
 
-def find_nvcc() -> Nvcc | None:
-    """nvcc of CUDA_HOME, of PATH, of /usr/local/cuda, or of the wheels; None without one."""
-    for path, found_by in _nvcc_candidates():
+def find_nvcc(fetched: Path | None = None) -> Nvcc | None:
+    """nvcc of CUDA_HOME, of PATH, of /usr/local/cuda, or of the wheels; None without one.
+
+    Args:
+        fetched: where wheels were unpacked that are in no environment.
+    """
+    for path, found_by in _nvcc_candidates(fetched):
         if not path.exists():
             if found_by.startswith("CUDA_"):
                 raise BuildError(f"{found_by} is {path.parents[1]}, but there is no bin/nvcc in it")
@@ -193,7 +194,7 @@ def find_nvcc() -> Nvcc | None:
         try:
             text = _run([path, "--version"])
         except (OSError, subprocess.CalledProcessError) as error:
-            raise BuildError(f"{path} does not run: {error}")
+            raise BuildError(f"{path} does not run: {error}") from None
         version = re.search(r"\bV(\d+\.\d+\.\d+)", text)
         if not version:
             raise BuildError(f"{path} --version does not name a version")
@@ -216,3 +217,14 @@ def _with_folders(path: Path, found_by: str, version: str) -> Nvcc:
             " CUDA_HOME"
         )
     return Nvcc(path, found_by, version, include, lib)
+
+
+def find_cutlass() -> Path | None:
+    """The include folder of CUTLASS: of CUTLASS_HOME, or of the nvidia-cutlass wheel."""
+    home = os.environ.get("CUTLASS_HOME")
+    if home:
+        if not (Path(home) / "include/cute").is_dir():
+            raise BuildError(f"CUTLASS_HOME is {home}, but there is no include/cute in it")
+        return Path(home) / "include"
+    folders = (folder / CUTLASS_WHEEL_INCLUDE for folder in site_folders())
+    return next((folder for folder in folders if (folder / "cute").is_dir()), None)
