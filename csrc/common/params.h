@@ -96,6 +96,7 @@ struct FwdParams {
   int num_sms = 0;
   int compute_capability = 0;  // 80, 86, 90, 100, ...
   int max_smem_per_block = 0;  // opt-in limit of the device, bytes
+  bool unaligned = false;      // rows of q, k, v (dout, out) are not 16-byte aligned; set by launchers
 };
 
 // Bits of BwdParams::wanted.
