@@ -1,0 +1,432 @@
+#include "api/check.h"
+
+#include <cmath>
+#include <initializer_list>
+
+namespace flash_cuda {
+
+namespace {
+
+// Positions, window ends and their sums stay inside an int with this.
+constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
+constexpr int64_t kMaxSplits = 256;
+constexpr int64_t kMaxHeadDim = 1 << 16;
+
+bool is_attention_dtype(ScalarType type) {
+  return type == ScalarType::kFloat16 || type == ScalarType::kBFloat16 ||
+         type == ScalarType::kFloat32 || type == ScalarType::kFloat64 ||
+         type == ScalarType::kFloat8E4M3;
+}
+
+// lse, sink, slopes and descales: float32, and float64 beside float64 inputs.
+ScalarType statistics_dtype(const TensorInfo& q) {
+  return q.dtype == ScalarType::kFloat64 ? ScalarType::kFloat64 : ScalarType::kFloat32;
+}
+
+void check_device(const TensorInfo& t, const TensorInfo& q) {
+  const bool same = t.device == q.device &&
+                    (t.device != DeviceType::kCuda || t.device_index == q.device_index);
+  if (t.given() && !same) {
+    refuse_value(t.name, " must be on the device of ", q.name, " (", device_text(q), "), got ",
+                 device_text(t));
+  }
+}
+
+void check_dtype(const TensorInfo& t, ScalarType wanted) {
+  if (t.dtype != wanted) {
+    refuse_type(t.name, " must be ", name_of(wanted), ", got ", name_of(t.dtype));
+  }
+}
+
+void check_rows_contiguous(const TensorInfo& t) {
+  if (!t.rows_contiguous()) {
+    refuse_value(t.name, " must have a last dimension with stride 1, got stride ", t.stride(-1),
+                 "; ", t.name, ".contiguous() has it");
+  }
+}
+
+// A tensor of the given shape, any strides; `meaning` names the dimensions.
+void check_shape(const TensorInfo& t, std::initializer_list<int64_t> shape, const char* meaning) {
+  bool same = t.ndim == static_cast<int>(shape.size());
+  for (int i = 0; same && i < t.ndim; ++i) same = t.sizes[i] == shape.begin()[i];
+  if (same) return;
+  const TensorInfo wanted{"", nullptr, shape.begin(), nullptr, static_cast<int>(shape.size())};
+  refuse_value(t.name, " must have shape ", meaning, " = ", shape_text(wanted), ", got ",
+               shape_text(t));
+}
+
+// An int32 vector with an entry a sequence.
+void check_lengths_vector(const TensorInfo& t, int64_t batch) {
+  if (!t.given()) return;
+  check_dtype(t, ScalarType::kInt32);
+  check_shape(t, {batch}, "(batch)");
+  check_rows_contiguous(t);
+}
+
+void check_cu_seqlens(const TensorInfo& t) {
+  if (!t.given()) return;
+  check_dtype(t, ScalarType::kInt32);
+  if (t.ndim != 1 || t.size(0) < 1) {
+    refuse_value(t.name, " must have shape (batch + 1), got ", shape_text(t));
+  }
+  check_rows_contiguous(t);
+}
+
+void check_qkv_dtype(const TensorInfo& q, const TensorInfo& k, const TensorInfo& v) {
+  if (!is_attention_dtype(q.dtype)) {
+    refuse_type(q.name, " must be float16, bfloat16, float32, float64 or float8_e4m3fn, got ",
+                name_of(q.dtype));
+  }
+  if (k.dtype != q.dtype || v.dtype != q.dtype) {
+    refuse_type(q.name, ", ", k.name, " and ", v.name, " must have the same dtype, got ",
+                name_of(q.dtype), ", ", name_of(k.dtype), " and ", name_of(v.dtype));
+  }
+}
+
+void check_qkv_rank(const FwdArgs& a) {
+  const int q_ndim = a.cu_seqlens_q.given() ? 3 : 4;
+  if (a.q.ndim != q_ndim) {
+    refuse_value("q must have shape (batch, seqlen_q, num_heads_q, head_dim), or (total_q, "
+                 "num_heads_q, head_dim) with cu_seqlens_q; got ",
+                 shape_text(a.q), a.cu_seqlens_q.given() ? " with" : " without", " cu_seqlens_q");
+  }
+  const int kv_ndim = a.cu_seqlens_k.given() ? 3 : 4;
+  for (const TensorInfo* t : {&a.k, &a.v}) {
+    if (t->ndim == kv_ndim) continue;
+    refuse_value(t->name, " must have shape (batch, seqlen_kv, num_heads_kv, head_dim), (total_kv, "
+                 "num_heads_kv, head_dim) with cu_seqlens_k, or (pages, page_size, num_heads_kv, "
+                 "head_dim) with block_table; got ",
+                 shape_text(*t), a.cu_seqlens_k.given() ? " with" : " without", " cu_seqlens_k");
+  }
+}
+
+void check_heads(const FwdArgs& a, const Sizes& s) {
+  if (a.v.size(-2) != s.num_heads_kv) {
+    refuse_value("k and v must have the same number of heads, got ", s.num_heads_kv, " and ",
+                 a.v.size(-2));
+  }
+  if (s.num_heads_kv < 1 || s.num_heads_q % s.num_heads_kv != 0) {
+    refuse_value("the number of heads of q must be a multiple of that of k and v, got ",
+                 s.num_heads_q, " and ", s.num_heads_kv);
+  }
+  if (a.k.size(-1) != s.head_dim) {
+    refuse_value("q and k must have the same head_dim, got ", s.head_dim, " and ", a.k.size(-1));
+  }
+  for (int64_t head_dim : {s.head_dim, s.head_dim_v}) {
+    if (head_dim < 1 || head_dim > kMaxHeadDim) {
+      refuse_value("head_dim must be at least 1 and at most ", kMaxHeadDim, ", got ", head_dim);
+    }
+  }
+}
+
+// Batch, lengths and totals; refuses tensors that do not agree on them.
+void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
+  check_cu_seqlens(a.cu_seqlens_q);
+  check_cu_seqlens(a.cu_seqlens_k);
+  const bool packed_q = a.cu_seqlens_q.given(), packed_kv = a.cu_seqlens_k.given();
+  const bool paged = a.block_table.given();
+  s.batch = packed_q ? a.cu_seqlens_q.size(0) - 1 : a.q.size(0);
+  s.total_q = packed_q ? a.q.size(0) : s.batch * a.q.size(1);
+  s.seqlen_q = packed_q ? a.q.size(0) : a.q.size(1);
+  if (packed_q && a.max_seqlen_q >= 0 && a.max_seqlen_q < s.seqlen_q) s.seqlen_q = a.max_seqlen_q;
+
+  const int leading = packed_kv ? 1 : 2;
+  for (int i = 0; i < leading; ++i) {
+    if (a.k.size(i) != a.v.size(i)) {
+      refuse_value("k and v must have the same batch and length, got ", shape_text(a.k), " and ",
+                   shape_text(a.v));
+    }
+  }
+  if (paged) {
+    if (packed_kv) refuse_value("block_table and cu_seqlens_k exclude each other: give the lengths "
+                                "of a paged cache as seqused_k");
+    if (a.cache_batch_idx.given()) {
+      refuse_value("block_table and cache_batch_idx exclude each other: choose rows of block_table");
+    }
+    check_dtype(a.block_table, ScalarType::kInt32);
+    if (a.block_table.ndim != 2 || a.block_table.size(0) != s.batch) {
+      refuse_value("block_table must have shape (batch, pages a sequence) = (", s.batch, ", ...), got ",
+                   shape_text(a.block_table));
+    }
+    check_rows_contiguous(a.block_table);
+    s.num_pages = a.k.size(0);
+    s.page_size = a.k.size(1);
+    if (s.page_size < 1) refuse_value("k must have pages of at least 1 row, got ", shape_text(a.k));
+    s.seqlen_kv = a.block_table.size(1) * s.page_size;
+    s.total_kv = s.num_pages * s.page_size;
+  } else if (packed_kv) {
+    if (a.cache_batch_idx.given()) {
+      refuse_value("cache_batch_idx and cu_seqlens_k exclude each other");
+    }
+    if (a.cu_seqlens_k.size(0) - 1 != s.batch) {
+      refuse_value("cu_seqlens_k must have shape (batch + 1) = (", s.batch + 1, ",), got ",
+                   shape_text(a.cu_seqlens_k));
+    }
+    s.total_kv = s.seqlen_kv = a.k.size(0);
+    if (a.max_seqlen_k >= 0 && a.max_seqlen_k < s.seqlen_kv) s.seqlen_kv = a.max_seqlen_k;
+  } else {
+    if (!a.cache_batch_idx.given() && a.k.size(0) != s.batch) {
+      refuse_value("k and v must have the batch of q (", s.batch, ") or come with cache_batch_idx, "
+                   "block_table or cu_seqlens_k; got shape ", shape_text(a.k));
+    }
+    s.seqlen_kv = a.k.size(1);
+    s.total_kv = a.k.size(0) * a.k.size(1);
+  }
+  for (int64_t n : {s.batch, s.seqlen_q, s.seqlen_kv, s.num_pages}) {
+    if (n > kMaxSeqlen) {
+      refuse_value("batch, lengths and pages can be at most ", kMaxSeqlen, ", got ", n);
+    }
+  }
+}
+
+void check_bias(const FwdArgs& a, const Sizes& s) {
+  const TensorInfo& bias = a.bias;
+  if (!bias.given()) return;
+  const bool fp8 = a.q.dtype == ScalarType::kFloat8E4M3;
+  if (bias.dtype != ScalarType::kFloat32 && (fp8 || bias.dtype != a.q.dtype)) {
+    refuse_type("bias must be float32", fp8 ? "" : " or ", fp8 ? "" : name_of(a.q.dtype), ", got ",
+                name_of(bias.dtype));
+  }
+  if (a.cu_seqlens_q.given() || a.cu_seqlens_k.given()) {
+    refuse_value("bias needs dense q and k, got cu_seqlens; alibi_slopes and sink work with them");
+  }
+  const int64_t full[4] = {s.batch, s.num_heads_q, s.seqlen_q, s.seqlen_kv};
+  bool fits = bias.ndim == 4 && bias.size(3) == full[3];
+  for (int i = 0; fits && i < 3; ++i) fits = bias.size(i) == full[i] || bias.size(i) == 1;
+  if (!fits) {
+    refuse_value("bias must have shape (batch or 1, num_heads_q or 1, seqlen_q or 1, seqlen_kv) "
+                 "with (", full[0], ", ", full[1], ", ", full[2], ", ", full[3], "), got ",
+                 shape_text(bias));
+  }
+}
+
+void check_score_tensors(const FwdArgs& a, const Sizes& s) {
+  check_bias(a, s);
+  const TensorInfo& slopes = a.alibi_slopes;
+  if (slopes.given()) {
+    check_dtype(slopes, statistics_dtype(a.q));
+    const bool one = slopes.ndim == 1 && slopes.size(0) == s.num_heads_q;
+    const bool each =
+        slopes.ndim == 2 && slopes.size(0) == s.batch && slopes.size(1) == s.num_heads_q;
+    if (!one && !each) {
+      refuse_value("alibi_slopes must have shape (num_heads_q) = (", s.num_heads_q,
+                   ",) or (batch, num_heads_q) = (", s.batch, ", ", s.num_heads_q, "), got ",
+                   shape_text(slopes));
+    }
+    check_rows_contiguous(slopes);
+  }
+  if (a.sink.given()) {
+    check_dtype(a.sink, statistics_dtype(a.q));
+    check_shape(a.sink, {s.num_heads_q}, "(num_heads_q)");
+    check_rows_contiguous(a.sink);
+  }
+  if (a.qv.given()) {
+    check_dtype(a.qv, a.q.dtype);
+    bool fits = a.qv.ndim == a.q.ndim && a.qv.size(-1) == s.head_dim_v;
+    for (int i = 0; fits && i < a.q.ndim - 1; ++i) fits = a.qv.size(i) == a.q.size(i);
+    if (!fits) {
+      refuse_value("qv must have the shape of q with head_dim_v = ", s.head_dim_v,
+                   " as its last dimension, got ", shape_text(a.qv), " beside ", shape_text(a.q));
+    }
+    check_rows_contiguous(a.qv);
+  }
+  for (const TensorInfo* t : {&a.q_descale, &a.k_descale, &a.v_descale}) {
+    if (!t->given()) continue;
+    if (a.q.dtype != ScalarType::kFloat8E4M3) {
+      refuse_type(t->name, " is for float8_e4m3fn inputs, got ", name_of(a.q.dtype), " q, k and v");
+    }
+    check_dtype(*t, ScalarType::kFloat32);
+    check_shape(*t, {s.batch, s.num_heads_kv}, "(batch, num_heads_kv)");
+  }
+}
+
+void check_window_end(const char* name, int64_t end) {
+  if (end < -1) refuse_value(name, " must be -1 (unlimited) or at least 0, got ", end);
+}
+
+void check_at_least_0(const char* name, int64_t value, const char* meaning_of_0) {
+  if (value < 0) refuse_value(name, " must be at least 0", meaning_of_0, ", got ", value);
+}
+
+void check_options(const FwdArgs& a) {
+  check_window_end("window_left", a.window_left);
+  check_window_end("window_right", a.window_right);
+  check_at_least_0("attention_chunk", a.attention_chunk, " (0: no chunks)");
+  if (a.has_softmax_scale && !std::isfinite(a.softmax_scale)) {
+    refuse_value("softmax_scale must be finite, got ", a.softmax_scale);
+  }
+  if (!(a.softcap >= 0.0) || !std::isfinite(a.softcap)) {
+    refuse_value("softcap must be finite and at least 0 (0: none), got ", a.softcap);
+  }
+  if (!(a.dropout_p >= 0.0 && a.dropout_p < 1.0)) {
+    refuse_value("dropout_p must be at least 0 and under 1, got ", a.dropout_p);
+  }
+  if (a.dropout_p > 0.0 && !a.rng_state.given()) {
+    refuse_value("rng_state must be given when dropout_p > 0, got dropout_p ", a.dropout_p,
+                 " without it: an int64 tensor [seed, offset]");
+  }
+  if (a.rng_state.given()) {
+    check_dtype(a.rng_state, ScalarType::kInt64);
+    check_shape(a.rng_state, {2}, "(2)");
+    check_rows_contiguous(a.rng_state);
+  }
+  if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
+    refuse_value("num_splits must be 0 (automatic) to ", kMaxSplits, ", got ", a.num_splits);
+  }
+  check_at_least_0("split_size", a.split_size, " (0: not fixed)");
+  if (a.split_size > 0 && a.num_splits > 1) {
+    refuse_value("num_splits and split_size exclude each other, got ", a.num_splits, " and ",
+                 a.split_size);
+  }
+  if (a.pack_gqa < -1 || a.pack_gqa > 1) {
+    refuse_value("pack_gqa must be -1 (automatic), 0 or 1, got ", a.pack_gqa);
+  }
+  if (a.max_seqlen_q != kNotGiven) check_at_least_0("max_seqlen_q", a.max_seqlen_q, "");
+  if (a.max_seqlen_k != kNotGiven) check_at_least_0("max_seqlen_k", a.max_seqlen_k, "");
+}
+
+void check_devices(const FwdArgs& a) {
+  for_each_tensor(const_cast<FwdArgs&>(a), [&](const TensorInfo& t) { check_device(t, a.q); });
+}
+
+}  // namespace
+
+Sizes check_fwd(const FwdArgs& a) {
+  check_devices(a);
+  check_qkv_dtype(a.q, a.k, a.v);
+  check_qkv_rank(a);
+  Sizes s;
+  s.num_heads_q = a.q.size(-2);
+  s.num_heads_kv = a.k.size(-2);
+  s.head_dim = a.q.size(-1);
+  s.head_dim_v = a.v.size(-1);
+  check_heads(a, s);
+  check_lengths_shapes(a, s);
+  for (const TensorInfo* t : {&a.q, &a.k, &a.v}) check_rows_contiguous(*t);
+  for (const TensorInfo* t : {&a.seqused_q, &a.seqused_k, &a.leftpad_k, &a.cache_batch_idx}) {
+    check_lengths_vector(*t, s.batch);
+  }
+  check_score_tensors(a, s);
+  check_options(a);
+  return s;
+}
+
+Sizes check_bwd(const BwdArgs& b) {
+  const FwdArgs& a = b.fwd;
+  const Sizes s = check_fwd(a);
+  if (a.q.dtype == ScalarType::kFloat8E4M3) {
+    refuse_type("q must be float16, bfloat16, float32 or float64 in the backward, got ",
+                name_of(a.q.dtype));
+  }
+  const bool packed = a.cu_seqlens_q.given();
+  for (const TensorInfo* t : {&b.dout, &b.out}) {
+    check_device(*t, a.q);
+    check_dtype(*t, a.q.dtype);
+    if (packed) {
+      check_shape(*t, {s.total_q, s.num_heads_q, s.head_dim_v}, "(total_q, num_heads_q, head_dim_v)");
+    } else {
+      check_shape(*t, {s.batch, s.seqlen_q, s.num_heads_q, s.head_dim_v},
+                  "(batch, seqlen_q, num_heads_q, head_dim_v)");
+    }
+  }
+  for (const TensorInfo* t : {&b.dlse, &b.lse}) {
+    if (!t->given()) continue;
+    check_device(*t, a.q);
+    check_dtype(*t, statistics_dtype(a.q));
+    if (packed) {
+      check_shape(*t, {s.num_heads_q, s.total_q}, "(num_heads_q, total_q)");
+    } else {
+      check_shape(*t, {s.batch, s.num_heads_q, s.seqlen_q}, "(batch, num_heads_q, seqlen_q)");
+    }
+  }
+  if (b.wanted < 0 || b.wanted > 31) {
+    refuse_value("wanted must be a sum of 1 (dq), 2 (dk), 4 (dv), 8 (dbias) and 16 (dsink), got ",
+                 b.wanted);
+  }
+  if ((b.wanted & 8) && !a.bias.given()) refuse_value("wanted asks for dbias, but bias is not given");
+  if ((b.wanted & 16) && !a.sink.given()) refuse_value("wanted asks for dsink, but sink is not given");
+  return s;
+}
+
+void check_combine(const CombineArgs& a) {
+  check_device(a.lse_partial, a.out_partial);
+  if (a.out_partial.dtype != ScalarType::kFloat64) check_dtype(a.out_partial, ScalarType::kFloat32);
+  check_dtype(a.lse_partial, a.out_partial.dtype);
+  const TensorInfo& o = a.out_partial;
+  if (o.ndim != 5 || o.size(0) < 1) {
+    refuse_value("out_partial must have shape (splits, batch, seqlen, num_heads, head_dim_v) with "
+                 "at least one split, got ", shape_text(o));
+  }
+  check_shape(a.lse_partial, {o.size(0), o.size(1), o.size(3), o.size(2)},
+              "(splits, batch, num_heads, seqlen)");
+  check_rows_contiguous(o);
+  if (a.has_dtype && (!is_attention_dtype(a.dtype) || a.dtype == ScalarType::kFloat8E4M3)) {
+    refuse_type("dtype must be float16, bfloat16, float32 or float64, got ", name_of(a.dtype));
+  }
+}
+
+void check_kv_append(const KvAppendArgs& a) {
+  const TensorInfo& k = a.k;
+  for (const TensorInfo* t : {&a.k_cache, &a.v_cache, &a.v, &a.cache_seqlens, &a.block_table,
+                              &a.cache_batch_idx, &a.rotary_cos, &a.rotary_sin}) {
+    check_device(*t, k);
+  }
+  check_qkv_dtype(k, a.v, a.k_cache);
+  check_qkv_dtype(k, a.v, a.v_cache);
+  for (const TensorInfo* t : {&a.k, &a.v, &a.k_cache, &a.v_cache}) {
+    const bool cache = t == &a.k_cache || t == &a.v_cache;
+    if (t->ndim != 4) {
+      refuse_value(t->name, " must have shape ", cache ? "(cache rows or pages, capacity or page_size"
+                                                       : "(batch, seqlen_new",
+                   ", num_heads_kv, head_dim), got ", shape_text(*t));
+    }
+    check_rows_contiguous(*t);
+  }
+  const int64_t batch = k.size(0), heads = k.size(2);
+  check_shape(a.v, {batch, k.size(1), heads, a.v_cache.size(3)},
+              "(batch, seqlen_new, num_heads_kv, head_dim_v)");
+  check_shape(a.k_cache, {a.k_cache.size(0), a.k_cache.size(1), heads, k.size(3)},
+              "(cache rows, capacity, num_heads_kv, head_dim)");
+  check_shape(a.v_cache, {a.k_cache.size(0), a.k_cache.size(1), heads, a.v_cache.size(3)},
+              "(cache rows, capacity, num_heads_kv, head_dim_v)");
+  check_lengths_vector(a.cache_seqlens, batch);
+  check_lengths_vector(a.cache_batch_idx, batch);
+  int64_t capacity = a.k_cache.size(1);
+  if (a.block_table.given()) {
+    if (a.cache_batch_idx.given()) {
+      refuse_value("block_table and cache_batch_idx exclude each other: choose rows of block_table");
+    }
+    check_dtype(a.block_table, ScalarType::kInt32);
+    if (a.block_table.ndim != 2 || a.block_table.size(0) != batch) {
+      refuse_value("block_table must have shape (batch, pages a sequence) = (", batch, ", ...), got ",
+                   shape_text(a.block_table));
+    }
+    check_rows_contiguous(a.block_table);
+    capacity *= a.block_table.size(1);
+  } else if (!a.cache_batch_idx.given() && a.k_cache.size(0) != batch) {
+    refuse_value("k_cache must have the batch of k (", batch,
+                 ") or come with cache_batch_idx or block_table; got shape ", shape_text(a.k_cache));
+  }
+  if (k.size(1) > capacity) {
+    refuse_value("k has ", k.size(1), " new rows a sequence, more than the capacity of the cache, ",
+                 capacity);
+  }
+  if (a.rotary_cos.given() != a.rotary_sin.given()) {
+    refuse_value("rotary_cos and rotary_sin must be given together");
+  }
+  if (!a.rotary_cos.given()) return;
+  for (const TensorInfo* t : {&a.rotary_cos, &a.rotary_sin}) {
+    check_dtype(*t, k.dtype);
+    if (t->ndim != 2 || 2 * t->size(1) > k.size(3)) {
+      refuse_value(t->name, " must have shape (positions, rotary_dim / 2) with rotary_dim at most "
+                   "head_dim = ", k.size(3), ", got ", shape_text(*t));
+    }
+    check_shape(*t, {a.rotary_cos.size(0), a.rotary_cos.size(1)}, "that of rotary_cos");
+    if (t->size(0) > 1 && t->stride(0) != t->size(1)) {
+      refuse_value(t->name, " must be contiguous, got row stride ", t->stride(0));
+    }
+    check_rows_contiguous(*t);
+  }
+}
+
+}  // namespace flash_cuda

@@ -1,0 +1,91 @@
+// Checks of values: what check.cpp cannot see in shapes.
+#include <cstdlib>
+#include <cstring>
+
+#include "api/check.h"
+#include "common/host_device.h"
+
+namespace flash_cuda {
+
+namespace {
+
+void check_cu_seqlens_values(const TensorInfo& t, int64_t total, const char* hint_name,
+                             int64_t hint) {
+  if (!t.given()) return;
+  const int* cu = t.as<int>();
+  if (cu[0] != 0) refuse_value(t.name, " must start with 0, got ", cu[0]);
+  for (int64_t b = 0; b + 1 < t.size(0); ++b) {
+    const int64_t length = int64_t{cu[b + 1]} - cu[b];
+    if (length < 0) {
+      refuse_value(t.name, " must not decrease, got ", cu[b], " before ", cu[b + 1], " at ", b + 1);
+    }
+    if (hint != kNotGiven && length > hint) {
+      refuse_value(hint_name, " must be at least every length, got ", hint, " and a length of ",
+                   length, " for sequence ", b);
+    }
+  }
+  const int last = cu[t.size(0) - 1];
+  if (last > total) {
+    refuse_value(t.name, " must end at most at the number of rows, ", total, ", got ", last);
+  }
+}
+
+// The rows that sequence b has in q (or k), before seqused.
+int64_t slot(const TensorInfo& cu_seqlens, int64_t dense, int64_t b) {
+  if (!cu_seqlens.given()) return dense;
+  return cu_seqlens.as<int>()[b + 1] - cu_seqlens.as<int>()[b];
+}
+
+void check_used(const TensorInfo& used, const TensorInfo& cu_seqlens, int64_t dense,
+                int64_t batch) {
+  if (!used.given()) return;
+  for (int64_t b = 0; b < batch; ++b) {
+    const int n = used.as<int>()[b];
+    if (n < 0 || n > slot(cu_seqlens, dense, b)) {
+      refuse_value(used.name, " must be 0 to the length of the sequence, ",
+                   slot(cu_seqlens, dense, b), ", got ", n, " for sequence ", b);
+    }
+  }
+}
+
+}  // namespace
+
+void check_lengths(const FwdArgs& a, const Sizes& s) {
+  check_cu_seqlens_values(a.cu_seqlens_q, s.total_q, "max_seqlen_q", a.max_seqlen_q);
+  check_cu_seqlens_values(a.cu_seqlens_k, s.total_kv, "max_seqlen_k", a.max_seqlen_k);
+  check_used(a.seqused_q, a.cu_seqlens_q, s.seqlen_q, s.batch);
+  check_used(a.seqused_k, a.cu_seqlens_k, s.seqlen_kv, s.batch);
+  for (int64_t b = 0; b < s.batch; ++b) {
+    const int64_t length = a.seqused_k.given() ? a.seqused_k.as<int>()[b]
+                                               : slot(a.cu_seqlens_k, s.seqlen_kv, b);
+    if (a.leftpad_k.given()) {
+      const int pad = a.leftpad_k.as<int>()[b];
+      if (pad < 0 || pad > length) {
+        refuse_value("leftpad_k must be 0 to the length of the sequence, ", length, ", got ", pad,
+                     " for sequence ", b);
+      }
+    }
+    if (a.cache_batch_idx.given()) {
+      const int row = a.cache_batch_idx.as<int>()[b];
+      if (row < 0 || row >= a.k.size(0)) {
+        refuse_value("cache_batch_idx must be 0 to ", a.k.size(0) - 1, ", got ", row,
+                     " for sequence ", b);
+      }
+    }
+    if (a.block_table.given()) {  // entries behind the length may be anything
+      const int* pages = a.block_table.as<int>() + b * a.block_table.stride(0);
+      for (int64_t i = 0; i < ceil_div(length, s.page_size); ++i) {
+        if (pages[i] >= 0 && pages[i] < s.num_pages) continue;
+        refuse_value("block_table must hold pages 0 to ", s.num_pages - 1, ", got ", pages[i],
+                     " at (", b, ", ", i, ")");
+      }
+    }
+  }
+}
+
+bool debug_mode() {
+  const char* value = std::getenv("FLASH_CUDA_DEBUG");
+  return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+}
+
+}  // namespace flash_cuda
