@@ -1,0 +1,86 @@
+// Grid, tensor maps and the chain of kernels of one backward call.
+#pragma once
+
+#include "common/launch.h"
+#include "common/tensor_map.h"
+#include "sm90/bwd.h"
+#include "sm90/bwd_kernel.cuh"
+#include "sm90/bwd_passes.cuh"
+
+namespace flash_cuda::sm90 {
+
+// Boxes of 64 columns and `rows` rows of (head_dim, rows, heads, batch).
+inline CUtensorMap bwd_map(const void* base, Stride stride, int64_t head_dim, int64_t rows,
+                           int64_t heads, int64_t batch, int box_rows, DType dtype) {
+  return make_tensor_map({base,
+                          {head_dim, rows, heads, batch},
+                          {stride.row, stride.head, stride.batch},
+                          {64, box_rows, 1, 1},
+                          128},
+                         dtype);
+}
+
+// Heads that walk their rows together: as many as keep Q and dO in half of the L2 cache, so that
+// under a causal mask the long KV blocks of all of them start first.
+inline int heads_per_section(const FwdParams& p, int heads) {
+  constexpr int64_t kL2Budget = 34 << 20;
+  const int64_t group_bytes =
+      int64_t(p.seqlen_q) * p.head_dim * 4 * (p.num_heads_q / p.num_heads_kv);
+  int section = 1;
+  while (section * 2 <= heads && section * 2 * group_bytes <= kL2Budget) section *= 2;
+  return section;
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd(const BwdParams& params, cudaStream_t stream) {
+  using Tile = BwdTile<kHeadDim>;
+  using Smem = BwdSmem<Tile>;
+  const FwdParams& p = params.fwd;
+  BwdArgs args{};
+  args.params = params;
+  args.work.assign(params.workspace, params, Tile::kBlockQ, kHeadDim);
+  args.scale_log2 = p.softmax_scale * 1.4426950408889634f;
+  args.kv_blocks = p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
+                                  : ceil_div(p.seqlen_kv, Tile::kBlockKV);
+  args.sections_of = p.cu_seqlens_k ? p.num_heads_kv : p.batch * p.num_heads_kv;
+  args.heads_per_section = heads_per_section(p, args.sections_of);
+
+  const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
+  const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
+  const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv, batch_kv = packed_kv ? 1 : p.batch;
+  BwdMaps maps;
+  maps.q =
+      bwd_map(p.q, p.q_stride, p.head_dim, rows_q, p.num_heads_q, batch_q, Tile::kBlockQ, p.dtype);
+  maps.dout = bwd_map(params.dout, params.dout_stride, p.head_dim_v, rows_q, p.num_heads_q, batch_q,
+                      Tile::kBlockQ, p.dtype);
+  maps.k = bwd_map(p.k, p.k_stride, p.head_dim, rows_kv, p.num_heads_kv, batch_kv, Tile::kBlockKV,
+                   p.dtype);
+  maps.v = bwd_map(p.v, p.v_stride, p.head_dim_v, rows_kv, p.num_heads_kv, batch_kv, Tile::kBlockKV,
+                   p.dtype);
+
+  const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
+  launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
+  if (params.wanted & (kWantDq | kWantDk | kWantDv)) {
+    static std::atomic<uint64_t> smem_allowed{0};
+    auto* kernel = bwd_kernel<Tile, kDType>;
+    allow_dynamic_smem(kernel, Smem::kAllocation, smem_allowed);
+    LaunchShape shape{dim3(static_cast<unsigned>(args.kv_blocks) * args.sections_of),
+                      Tile::kThreads, Smem::kAllocation};
+    shape.after_dependency = true;
+    launch_kernel(kernel, shape, stream, maps, args);
+  }
+  if (params.dq) {
+    LaunchShape shape{pass_grid, kPassThreads, 0};
+    launch_kernel(bwd_post_kernel<Tile, kDType>, shape, stream, args);
+  }
+  if (params.dsink) {
+    launch_kernel(bwd_sink_kernel<Tile>, {dim3(p.num_heads_q), kPassThreads, 0}, stream, args);
+  }
+}
+
+template <int kHeadDim>
+size_t bwd_workspace_bytes(const BwdParams& params) {
+  return BwdWorkspace{}.assign(nullptr, params, BwdTile<kHeadDim>::kBlockQ, kHeadDim);
+}
+
+}  // namespace flash_cuda::sm90

@@ -1,0 +1,202 @@
+// The short kernels around the backward: what the main kernel needs of each row before it, and
+// the conversion of the dQ sums after it.
+#pragma once
+
+#include "common/seqlen.h"
+#include "ptx/convert.h"
+#include "ptx/griddep.h"
+#include "sm90/bwd_tile.h"
+#include "sm90/bwd_work.cuh"
+
+namespace flash_cuda::sm90 {
+
+constexpr int kPassThreads = 256;
+
+// A row block of the workspace: its sequence, and its first row in it.
+struct RowBlock {
+  SeqInfo seq;
+  int row0;
+};
+
+template <class Tile>
+__device__ __forceinline__ RowBlock row_block(const FwdParams& p, int64_t index) {
+  int b, block;
+  if (p.cu_seqlens_q) {
+    b = sequence_of_block(p.cu_seqlens_q, p.batch, index, Tile::kBlockQ);
+    block = static_cast<int>(index - row_block_base(p, b, Tile::kBlockQ));
+  } else {
+    const int blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
+    b = static_cast<int>(index / blocks);
+    block = static_cast<int>(index - int64_t(b) * blocks);
+  }
+  return {seq_info(p, b), block * Tile::kBlockQ};
+}
+
+// Zeroes the rows [begin, end) of a packed gradient; blocks take turns.
+__device__ __forceinline__ void zero_rows(void* out, Stride stride, int64_t begin, int64_t end,
+                                          int heads, int head_dim) {
+  if (!out) return;
+  const int chunks = heads * (head_dim / 8);
+  for (int64_t row = begin + blockIdx.x; row < end; row += gridDim.x) {
+    for (int i = threadIdx.x; i < chunks; i += blockDim.x) {
+      const int head = i / (head_dim / 8), chunk = i % (head_dim / 8);
+      *reinterpret_cast<uint4*>(static_cast<char*>(out) +
+                                2 * (row * stride.row + head * stride.head) + chunk * 16) =
+          make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// Sum of the products of eight 16-bit pairs.
+template <DType kDType>
+__device__ __forceinline__ float dot8(uint4 a, uint4 b) {
+  const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 u = ptx::unpack<kDType>(x[i]), w = ptx::unpack<kDType>(y[i]);
+    sum = fmaf(u.x, w.x, fmaf(u.y, w.y, sum));
+  }
+  return sum;
+}
+
+// lse2 and -delta of every row, zeroed dQ sums and turns; zero gradients for packed rows past the
+// last sequence. One block a row block and head.
+template <class Tile, DType kDType>
+__global__ void __launch_bounds__(kPassThreads)
+    bwd_pre_kernel(const __grid_constant__ BwdArgs args) {
+  constexpr int kLanes = Tile::kHeadDim / 8;  // a row: 16 bytes a lane
+  constexpr int kRows = kPassThreads / kLanes;
+  const BwdParams& params = args.params;
+  const FwdParams& p = params.fwd;
+  ptx::griddep_launch_dependents();
+
+  const int64_t index = blockIdx.x / p.num_heads_q;
+  const int head = blockIdx.x % p.num_heads_q;
+  const RowBlock block = row_block<Tile>(p, index);
+  const SeqInfo& s = block.seq;
+  const int lane = threadIdx.x % kLanes;
+  const int64_t work_row = (head * args.work.row_blocks + index) * Tile::kBlockQ;
+
+  for (int r = threadIdx.x / kLanes; r < Tile::kBlockQ; r += kRows) {
+    const int row = block.row0 + r;
+    const bool valid = row < s.seqlen_q;
+    float delta = 0.0f;
+    if (valid && lane * 8 < p.head_dim_v) {
+      const int64_t at = s.q_row0 + row;
+      const char* out = static_cast<const char*>(p.out) +
+                        2 * (s.q_batch * params.out_stride.batch + at * params.out_stride.row +
+                             head * params.out_stride.head) +
+                        lane * 16;
+      const char* dout = static_cast<const char*>(params.dout) +
+                         2 * (s.q_batch * params.dout_stride.batch + at * params.dout_stride.row +
+                              head * params.dout_stride.head) +
+                         lane * 16;
+      delta =
+          dot8<kDType>(*reinterpret_cast<const uint4*>(out), *reinterpret_cast<const uint4*>(dout));
+    }
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+      delta += __shfl_xor_sync(0xffffffff, delta, offset);
+    }
+    if (lane == 0) {
+      // A row without keys has lse -inf; with +inf its probabilities come out as 0, not NaN.
+      float lse2 = INFINITY;
+      if (valid) {
+        const float lse =
+            p.lse[s.q_batch * p.lse_batch_stride + head * p.lse_head_stride + s.q_row0 + row];
+        if (lse != -INFINITY) lse2 = lse * 1.4426950408889634f;
+        if (params.dlse) {
+          delta -= params.dlse[s.q_batch * params.dlse_batch_stride +
+                               head * params.dlse_head_stride + s.q_row0 + row];
+        }
+      }
+      args.work.lse2[work_row + r] = lse2;
+      args.work.delta[work_row + r] = valid ? -delta : 0.0f;
+    }
+  }
+  float4* sums = reinterpret_cast<float4*>(args.work.dq + work_row * Tile::kHeadDim);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < Tile::kBlockQ * Tile::kHeadDim / 4; i += kPassThreads) {
+    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  if (args.work.dq_turn && threadIdx.x < 2) {
+    args.work.dq_turn[(head * args.work.row_blocks + index) * 2 + threadIdx.x] = 0;
+  }
+  if (p.cu_seqlens_q) {
+    zero_rows(params.dq, params.dq_stride, p.cu_seqlens_q[p.batch], p.total_q, p.num_heads_q,
+              p.head_dim);
+  }
+  if (p.cu_seqlens_k) {
+    const int64_t end = p.cu_seqlens_k[p.batch];
+    zero_rows(params.dk, params.dk_stride, end, p.total_kv, p.num_heads_kv, p.head_dim);
+    zero_rows(params.dv, params.dv_stride, end, p.total_kv, p.num_heads_kv, p.head_dim_v);
+  }
+}
+
+// dq = sums * softmax_scale in the tensor's type and layout. One block a row block and head.
+// The sums lie as the accumulators did: [half][8-column group][warp][lane][4].
+template <class Tile, DType kDType>
+__global__ void __launch_bounds__(kPassThreads)
+    bwd_post_kernel(const __grid_constant__ BwdArgs args) {
+  constexpr bool kSplitRows = Tile::kBlockQ == 128;  // a half is 64 rows, else half the columns
+  constexpr int kGroups = (kSplitRows ? Tile::kHeadDim : Tile::kHeadDim / 2) / 8;
+  const BwdParams& params = args.params;
+  const FwdParams& p = params.fwd;
+  const int64_t index = blockIdx.x / p.num_heads_q;
+  const int head = blockIdx.x % p.num_heads_q;
+  const RowBlock block = row_block<Tile>(p, index);
+  const SeqInfo& s = block.seq;
+  ptx::griddep_wait();
+  const float4* sums = reinterpret_cast<const float4*>(
+      args.work.dq + (head * args.work.row_blocks + index) * Tile::kBlockQ * Tile::kHeadDim);
+  char* const out = static_cast<char*>(params.dq) +
+                    2 * (s.q_batch * params.dq_stride.batch + head * params.dq_stride.head);
+
+  // A thread takes the four lanes of one quad: 8 columns of the rows g and g + 8.
+#pragma unroll 2
+  for (int i = threadIdx.x; i < 2 * kGroups * 32; i += kPassThreads) {
+    const int group = i % kGroups, half = i / kGroups % 2, g = i / (2 * kGroups) % 8,
+              warp = i / (16 * kGroups);
+    const float4* quad = sums + (half * kGroups + group) * 128 + warp * 32 + g * 4;
+    uint32_t rows[2][4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float4 v = quad[c];
+      rows[0][c] = ptx::pack<kDType>(v.x * p.softmax_scale, v.y * p.softmax_scale);
+      rows[1][c] = ptx::pack<kDType>(v.z * p.softmax_scale, v.w * p.softmax_scale);
+    }
+    const int column = group * 8 + (kSplitRows ? 0 : half * (Tile::kHeadDim / 2));
+    if (column >= p.head_dim) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = block.row0 + (kSplitRows ? half * 64 : 0) + warp * 16 + g + 8 * r;
+      if (row >= s.seqlen_q_slot) continue;
+      *reinterpret_cast<uint4*>(out + 2 * ((s.q_row0 + row) * params.dq_stride.row + column)) =
+          make_uint4(rows[r][0], rows[r][1], rows[r][2], rows[r][3]);
+    }
+  }
+}
+
+// dsink[head] = -sum over rows of exp(sink - lse) * delta. One block a head, a fixed order.
+template <class Tile>
+__global__ void __launch_bounds__(kPassThreads)
+    bwd_sink_kernel(const __grid_constant__ BwdArgs args) {
+  __shared__ float partial[kPassThreads];
+  const int head = blockIdx.x;
+  const float sink2 = args.params.fwd.sink[head] * 1.4426950408889634f;
+  const int64_t rows = args.work.row_blocks * Tile::kBlockQ;
+  float sum = 0.0f;
+  ptx::griddep_wait();
+  for (int64_t r = threadIdx.x; r < rows; r += kPassThreads) {
+    sum += exp2f(sink2 - args.work.lse2[head * rows + r]) * args.work.delta[head * rows + r];
+  }
+  partial[threadIdx.x] = sum;
+  for (int n = kPassThreads / 2; n > 0; n /= 2) {
+    __syncthreads();
+    if (threadIdx.x < n) partial[threadIdx.x] += partial[threadIdx.x + n];
+  }
+  if (threadIdx.x == 0) args.params.dsink[head] = partial[0];
+}
+
+}  // namespace flash_cuda::sm90

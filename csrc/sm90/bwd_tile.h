@@ -1,0 +1,75 @@
+// Tile sizes of the backward kernel, and the layout of its shared memory and workspace.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "common/params.h"
+
+namespace flash_cuda::sm90 {
+
+// kBlockQ rows of Q and dO stream past a tile of kBlockKV keys; two warpgroups own 64 keys each.
+// clang-format off
+template <int kHeadDim_, int kBlockQ_, bool kLseInRegisters_>
+struct BwdTileShape {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockQ = kBlockQ_;
+  static constexpr int kBlockKV = 128;
+  static constexpr int kStages = 2;                            // of Q and of dO
+  static constexpr bool kLseInRegisters = kLseInRegisters_;    // loaded before the GEMMs are issued
+  static constexpr int kConsumerWarpgroups = 2;
+  static constexpr int kThreads = 128 * (1 + kConsumerWarpgroups);
+};
+template <int kHeadDim> struct BwdTile;
+//                                                  head_dim   q  lse
+template <> struct BwdTile<64>  : BwdTileShape<          64, 128, false> {};
+template <> struct BwdTile<128> : BwdTileShape<         128,  64, true> {};
+// clang-format on
+
+// Where one call keeps what passes between its three kernels. A row block of a sequence starts at
+// a multiple of kBlockQ rows, so that packed sequences never share one:
+// block_base(b) = cu_seqlens_q[b] / kBlockQ + b leaves room for every ragged end.
+struct BwdWorkspace {
+  int64_t row_blocks = 0;  // of one head, over the whole batch
+  float* lse2 =
+      nullptr;  // (num_heads_q, row_blocks * block_q): lse * log2(e); +inf where no key is seen
+  float* delta = nullptr;  // same shape: -(rowsum(dout * out) - dlse)
+  float* dq = nullptr;  // (num_heads_q, row_blocks, block_q * head_dim): sums, in accumulator order
+  int* dq_turn =
+      nullptr;  // (num_heads_q, row_blocks, 2): deterministic mode, whose turn it is to add
+
+  static int64_t row_blocks_of(const FwdParams& p, int block_q) {
+    return p.cu_seqlens_q ? p.total_q / block_q + p.batch
+                          : int64_t(p.batch) * ceil_div(p.seqlen_q, block_q);
+  }
+
+  // Lays the parts out in `base` (null: only counts) and returns the bytes used.
+  size_t assign(void* base, const BwdParams& params, int block_q, int head_dim) {
+    const FwdParams& p = params.fwd;
+    row_blocks = row_blocks_of(p, block_q);
+    char* cursor = static_cast<char*>(base);
+    size_t used = 0;
+    auto take = [&](size_t bytes) {
+      char* at = base ? cursor + used : nullptr;
+      used += (bytes + 255) / 256 * 256;
+      return at;
+    };
+    const size_t rows = size_t(p.num_heads_q) * row_blocks * block_q;
+    lse2 = reinterpret_cast<float*>(take(rows * sizeof(float)));
+    delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
+    dq = reinterpret_cast<float*>(take(rows * head_dim * sizeof(float)));
+    if (params.deterministic) {
+      dq_turn = reinterpret_cast<int*>(take(size_t(p.num_heads_q) * row_blocks * 2 * sizeof(int)));
+    }
+    return used;
+  }
+};
+
+// First row block of sequence b in the workspace.
+FLASH_CUDA_HOST_DEVICE int64_t row_block_base(const FwdParams& p, int b, int block_q) {
+  return p.cu_seqlens_q ? p.cu_seqlens_q[b] / block_q + b
+                        : int64_t(b) * ceil_div(p.seqlen_q, block_q);
+}
+
+}  // namespace flash_cuda::sm90

@@ -1,0 +1,142 @@
+// What one thread block of the backward has to do, and how its threads find each other.
+#pragma once
+
+#include <cuda.h>
+
+#include "common/mask.h"
+#include "common/seqlen.h"
+#include "ptx/fence.h"
+#include "ptx/mbarrier.h"
+#include "ptx/red.h"
+#include "sm90/bwd_tile.h"
+
+namespace flash_cuda::sm90 {
+
+struct BwdMaps {
+  CUtensorMap q, k, v, dout;
+};
+
+// The kernel's arguments beside the tensor maps.
+struct BwdArgs {
+  BwdParams params;
+  BwdWorkspace work;
+  float scale_log2;       // softmax_scale * log2(e)
+  int kv_blocks;          // of one KV head, over the whole batch
+  int heads_per_section;  // (batch *) heads whose Q and dO share the L2 cache
+  int sections_of;  // what is divided into sections: batch * num_heads_kv, packed: num_heads_kv
+};
+
+template <class Tile>
+struct BwdBarriers {
+  uint32_t base;  // shared-memory address
+  __device__ uint32_t kv_full() const { return base; }
+  __device__ uint32_t q_full(int stage) const { return base + 8 * (1 + stage); }
+  __device__ uint32_t q_empty(int stage) const { return q_full(stage) + 8 * Tile::kStages; }
+  __device__ uint32_t dout_full(int stage) const { return q_full(stage) + 16 * Tile::kStages; }
+  __device__ uint32_t dout_empty(int stage) const { return q_full(stage) + 24 * Tile::kStages; }
+  // One arrival a warpgroup releases a stage: bar.sync on dS has gathered its warps by then.
+  __device__ void init() const {
+    ptx::mbarrier_init(kv_full(), 1);
+    for (int s = 0; s < Tile::kStages; ++s) {
+      ptx::mbarrier_init(q_full(s), 1);
+      ptx::mbarrier_init(dout_full(s), 1);
+      ptx::mbarrier_init(q_empty(s), Tile::kConsumerWarpgroups);
+      ptx::mbarrier_init(dout_empty(s), Tile::kConsumerWarpgroups);
+    }
+  }
+};
+
+struct BwdTask {
+  Mask mask;
+  BlockRange blocks;  // Q blocks to visit
+  int kv0;            // first key of the block, in the sequence
+  int kv_row0, kv_batch, kv_head;
+  int kv_slot_end;  // keys whose gradient is to be written
+  int q_row0, q_batch;
+  int64_t row_block_base;              // of the sequence, in the workspace
+  int group_size;                      // query heads of the KV head
+  bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
+  bool descending;                     // deterministic mode: last Q block first
+  int block_q, block_kv;
+
+  __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
+  __device__ int q_head(int group) const { return kv_head * group_size + group; }
+  __device__ int q_block(int i) const { return descending ? blocks.end - 1 - i : blocks.begin + i; }
+  // How many KV blocks add to this block of dQ before this one: they go from low to high keys.
+  // All start at their last Q block, so that a block's predecessor is always a step ahead, and
+  // thread blocks with lower keys are launched first: what is waited for is running or done.
+  __device__ int turn(int q_block) const {
+    return kv0 / block_kv - mask.kv_blocks(q_block * block_q, block_q, block_kv).begin;
+  }
+};
+
+// Which sequence of a packed batch a block belongs to, where sequence b starts at block
+// cu_seqlens[b] / block + b: the last b whose start is not beyond it.
+__device__ __forceinline__ int sequence_of_block(const int* cu_seqlens, int batch, int64_t index,
+                                                 int block) {
+  int low = 0, high = batch - 1;
+  while (low < high) {
+    const int mid = (low + high + 1) / 2;
+    if (cu_seqlens[mid] / block + mid <= index) {
+      low = mid;
+    } else {
+      high = mid - 1;
+    }
+  }
+  return low;
+}
+
+template <class Tile>
+__device__ __forceinline__ BwdTask bwd_task(const BwdArgs& args, int index) {
+  const FwdParams& p = args.params.fwd;
+  // Sections of heads; inside one, KV blocks outer and heads inner, low keys first (the longest
+  // rows under a causal mask).
+  const int per_section = args.heads_per_section * args.kv_blocks;
+  const int section = index / per_section, rest = index - section * per_section;
+  const int heads =
+      min_of(args.heads_per_section, args.sections_of - section * args.heads_per_section);
+  int kv_block = rest / heads;
+  const int bh = section * args.heads_per_section + rest - kv_block * heads;
+
+  BwdTask t;
+  int b;
+  if (p.cu_seqlens_k) {
+    t.kv_head = bh;
+    b = sequence_of_block(p.cu_seqlens_k, p.batch, kv_block, Tile::kBlockKV);
+    kv_block -= p.cu_seqlens_k[b] / Tile::kBlockKV + b;
+  } else {
+    b = bh / p.num_heads_kv;
+    t.kv_head = bh - b * p.num_heads_kv;
+  }
+  const SeqInfo s = seq_info(p, b);
+  t.mask = Mask::make(p, s.seqlen_q, s.seqlen_kv);
+  t.kv0 = kv_block * Tile::kBlockKV;
+  t.blocks = t.mask.q_blocks(t.kv0, Tile::kBlockKV, Tile::kBlockQ);
+  // A ragged block of keys is masked everywhere.
+  if (t.kv0 + Tile::kBlockKV > s.seqlen_kv) t.blocks.full_begin = t.blocks.full_end = 0;
+  t.kv_row0 = s.kv_row0;
+  t.kv_batch = s.kv_batch;
+  t.kv_slot_end = s.seqlen_kv_slot;
+  t.q_row0 = s.q_row0;
+  t.q_batch = s.q_batch;
+  t.row_block_base = row_block_base(p, b, Tile::kBlockQ);
+  t.group_size = p.num_heads_q / p.num_heads_kv;
+  t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
+  t.junk_behind_kv = p.cu_seqlens_k || p.seqused_k;
+  t.descending = args.params.deterministic;
+  t.block_q = Tile::kBlockQ;
+  t.block_kv = Tile::kBlockKV;
+  return t;
+}
+
+__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
+  while (ptx::load_acquire(turn) != mine) {
+  }
+  ptx::fence_proxy_async_global();  // the copy engine adds after what the others' added
+}
+__device__ __forceinline__ void pass_turn(int* turn, int mine) {
+  ptx::fence_proxy_async_global();
+  ptx::store_release(turn, mine + 1);
+}
+
+}  // namespace flash_cuda::sm90
