@@ -154,8 +154,4 @@ def backward(
         _backward_part(problem, part, rows, grads)
         if grads.dsink is not None:
             _add_dsink(problem, part, rows, grads.dsink)
-    if grads.dbias is not None and bias is not None:
-        grads.dbias = grads.dbias.to(bias.dtype)
-    if grads.dsink is not None and sink is not None:
-        grads.dsink = grads.dsink.to(sink.dtype)
     return grads

@@ -8,11 +8,14 @@ Generator: Philox4x32 with 10 rounds (Salmon et al., "Parallel random numbers: a
     word     = column % 4
 
 Rows and columns count inside the sequence: for packed tensors from its first row, for a cache
-from the first key that counts. An entry of P is kept if its word >= round(p * 2^32), and is then
-divided by 1 - p. The tile sizes and the order of the loops have no part in it.
+from the first key that counts. With p rounded to float32, an entry of P is kept if its word >=
+floor(p * 2^32 + 1/2), and is then divided by 1 - p. The tile sizes and the order of the loops have
+no part in it.
 """
 
 from __future__ import annotations
+
+from math import floor
 
 import torch
 from torch import Tensor
@@ -39,7 +42,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> Tensor:
     Returns:
         (..., 4) int64, words below 2^32.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    c0, c1, c2, c3 = counter  # after a few rounds each depends on, and is broadcast with, all
     key0, key1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
         high0, low0 = _high_low(_MULTIPLIERS[0], c0)
@@ -84,4 +87,5 @@ def keep_mask(
         seed,
     )
     words = words.flatten(-2)[..., kv0 - 4 * first : kv1 - 4 * first]
-    return words >= round(dropout_p * 2**32)
+    p = torch.tensor(dropout_p, dtype=torch.float32).item()
+    return words >= floor(p * 2**32 + 0.5)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_cuda.rotary import apply_rotary
+
 from .backward import backward
 from .combine import merge
 from .forward import forward
-from .kv_append import append, rotate
+from .kv_append import append
 from .options import current_options
 from .problem import Problem
 
@@ -161,8 +163,9 @@ def bwd(
         wanted: sum of 1 dq, 2 dk, 4 dv, 8 dbias, 16 dsink.
 
     Returns:
-        dq, dk, dv, dbias, dsink, like what they are gradients of; what is not wanted (or has
-        nothing to be the gradient of) has 0 elements. Rows and keys that do not count get zeros.
+        dq, dk, dv, dbias, dsink, shaped like what they are gradients of; dbias and dsink in
+        float32 (float64 for float64). What is not wanted has 0 elements. Rows and keys that do
+        not count get zeros.
     """
     del max_seqlen_q, max_seqlen_k, deterministic
     options = current_options()
@@ -175,15 +178,14 @@ def bwd(
     with torch.no_grad():
         grads = backward(problem, dout, dlse, out, lse, wanted)
 
-    def present(x: Tensor | None) -> Tensor:
-        return q.new_empty(0) if x is None else x
-
+    missing = q.new_empty(0)
+    missing_sum = q.new_empty(0, dtype=problem.dtype)
     return (
-        present(grads.dq),
-        present(grads.dk),
-        present(grads.dv),
-        present(grads.dbias),
-        present(grads.dsink),
+        missing if grads.dq is None else grads.dq,
+        missing if grads.dk is None else grads.dk,
+        missing if grads.dv is None else grads.dv,
+        missing_sum if grads.dbias is None else grads.dbias,
+        missing_sum if grads.dsink is None else grads.dsink,
     )
 
 
@@ -239,5 +241,7 @@ def kv_append_(
     with torch.no_grad():
         if rotary_cos is not None and rotary_sin is not None:
             positions = cache_seqlens.long()[:, None] + torch.arange(k.shape[1])
-            k = rotate(k, rotary_cos[positions], rotary_sin[positions], rotary_interleaved)
+            k = apply_rotary(
+                k, rotary_cos, rotary_sin, positions=positions, interleaved=rotary_interleaved
+            )
         append(k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx)

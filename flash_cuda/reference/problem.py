@@ -227,7 +227,7 @@ class Problem:
         return self._by_group(rows, 1, part)[..., None, None]
 
     def bias_view(self, x: Tensor, part: Part) -> Tensor:
-        """Returns the part of a tensor like bias: (n, kv_heads, group, rows, keys), some of them 1."""
+        """Returns the part of a tensor like bias: (n, kv_heads, group, rows, keys) or 1."""
         if x.shape[0] > 1:
             x = x[part.b0 : part.b1]
         if x.shape[1] == 1:
