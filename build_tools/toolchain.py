@@ -204,7 +204,12 @@ def find_nvcc(fetched: Path | None = None) -> Nvcc | None:
 
 def _with_folders(path: Path, found_by: str, version: str) -> Nvcc:
     """Completes an nvcc by its headers and libcudart_static.a, wherever a distribution put them."""
-    top = path.resolve().parent.parent
+    # nvcc itself knows its top folder, also where what is on PATH is a script that calls it.
+    dry_run = subprocess.run(
+        [path, "--dryrun", "-c", "x.cu"], capture_output=True, text=True
+    ).stderr
+    told = re.search(r"^#\$ TOP=(.+)$", dry_run, re.M)
+    top = Path(told[1].strip() if told else path.resolve().parent.parent).resolve()
     target = top / f"targets/{'sbsa' if platform.machine() == 'aarch64' else 'x86_64'}-linux"
     roots = (top, target, path.parent.parent, Path("/usr"))
     include = next((r / "include" for r in roots if (r / "include/cuda_runtime.h").exists()), None)
