@@ -1,0 +1,368 @@
+"""The ops of flash_cuda as torch sees them: CPU kernels, autograd and autocast.
+
+Importing the compiled module `_C` defines the schemas and the CUDA kernels. What torch needs
+beside a kernel is registered here (fakes and FLOP formulas: _fake.py, vmap: _vmap.py):
+
+- CPU: the checks of `_C`, then flash_cuda.reference, or a library of emulated kernels.
+- Autograd: a kernel of our own around `Attention`. `torch.library.register_autograd` binds every
+  argument of the schema again at each call, 260 us for one as wide as this.
+- Autocast: casts q, k, v (and qv, bias) and nothing else: lengths, slopes, sinks and scales keep
+  the types that the kernels read.
+
+`attention_forward` is the way in for interface.py. It reaches the kernel without a second pass
+through Python where nothing is listening (no gradient wanted, no transform, no compiler).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from flash_cuda import _C, _engine
+
+Options = dict[str, Any]
+OutLse = tuple[Tensor, Tensor]
+
+FWD = torch.ops.flash_cuda.fwd.default
+BWD = torch.ops.flash_cuda.bwd.default
+COMBINE = torch.ops.flash_cuda.combine.default
+KV_APPEND = torch.ops.flash_cuda.kv_append_.default
+
+FWD_NAMES = tuple(argument.name for argument in FWD._schema.arguments)
+BWD_NAMES = tuple(argument.name for argument in BWD._schema.arguments)
+# What `bwd` knows of a forward call. Any other option (cache, pages, scales, qv) has no gradient.
+_BWD_OPTIONS = frozenset(BWD_NAMES) & frozenset(FWD_NAMES)
+# How a forward call is cut into parts changes nothing that its gradient needs to know.
+_SCHEDULE_OPTIONS = frozenset(("num_splits", "split_size", "pack_gqa"))
+_BWD_DEFAULTS = {a.name: a.default_value for a in BWD._schema.arguments if a.has_default_value()}
+_CAST_BY_AUTOCAST = ("q", "k", "v", "qv", "bias")
+
+
+
+class _DeterministicScope(threading.local):
+    """Whether the call in progress asked for `deterministic`, which `fwd` has no argument for."""
+
+    deterministic = False
+
+    @contextmanager
+    def within(self, deterministic: bool) -> Iterator[None]:
+        before, self.deterministic = self.deterministic, deterministic
+        try:
+            yield
+        finally:
+            self.deterministic = before
+
+
+_scope = _DeterministicScope()
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_library = torch.library.Library("flash_cuda", "IMPL")  # owns what is registered below
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+class _State(FunctionCtx):
+    """What the backward pass finds: tensors through save_for_backward, the rest as attributes."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    needs_input_grad: tuple[bool, ...]
+    names: tuple[str, ...]
+    options: Options
+    deterministic: bool
+
+
+class Attention(torch.autograd.Function):
+    """`fwd` with `bwd` as its gradient for q, k, v, bias and sink, from out and from lse."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _State,
+        deterministic: bool,
+        options: Options,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+    ) -> OutLse:
+        """Runs the op; `options` are its other arguments by name."""
+        out, lse = _fwd_without_grad(q, k, v, {**options, "bias": bias, "sink": sink})
+        names = tuple(n for n, value in options.items() if isinstance(value, Tensor))
+        ctx.save_for_backward(q, k, v, out, lse, bias, sink, *[options[n] for n in names])
+        ctx.names = names
+        ctx.options = {n: value for n, value in options.items() if n not in names}
+        ctx.deterministic = deterministic
+        ctx.set_materialize_grads(False)  # a loss that ignores lse should not pay for it
+        return out, lse
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: _State, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of forward's arguments; None for those not wanted."""
+        nothing: tuple[Tensor | None, ...] = (None,) * 7
+        if dout is None and dlse is None:
+            return nothing
+        q, k, v, out, lse, bias, sink, *rest = ctx.saved_tensors
+        assert q is not None and k is not None and v is not None
+        assert out is not None and lse is not None
+        options = {**ctx.options, **dict(zip(ctx.names, rest, strict=True))}
+        _refuse_gradient(options)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        elif dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        needs = ctx.needs_input_grad[2:]
+        wanted = sum(1 << bit for bit, need in enumerate(needs) if need)
+        options = {n: value for n, value in options.items() if n in _BWD_OPTIONS}
+        options.update(bias=bias, sink=sink, deterministic=ctx.deterministic, wanted=wanted)
+        grads = _bwd_without_grad(dout, dlse, q, k, v, out, lse, options)
+        return (None, None, *_as_inputs(grads, needs, bias, sink))
+
+
+def _as_inputs(
+    grads: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> list[Tensor | None]:
+    """Drops what was not wanted; dbias and dsink, which the op gives in float32, are cast back."""
+    result: list[Tensor | None] = [g if n else None for g, n in zip(grads, needs, strict=True)]
+    for i, tensor in ((3, bias), (4, sink)):
+        grad = result[i]
+        if grad is not None and tensor is not None and grad.dtype != tensor.dtype:
+            result[i] = grad.to(tensor.dtype)
+    return result
+
+
+def _refuse_gradient(options: Options) -> None:
+    for name, value in options.items():
+        if name in _BWD_OPTIONS or name in _SCHEDULE_OPTIONS or value is None:
+            continue
+        raise NotImplementedError(
+            f"gradients of attention with {name} are not supported: "
+            "call it under torch.no_grad(), or without that argument"
+        )
+
+
+def _fwd_without_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> OutLse:
+    if torch.compiler.is_dynamo_compiling():  # the guard below means nothing in a traced graph
+        return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+    with _below_autograd():
+        return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+
+
+def _bwd_without_grad(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    # With create_graph=True gradients stay on here, and the op's own kernel has to see the call.
+    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return BWD(dout, dlse, q, k, v, out, lse, **options)  # type: ignore[no-any-return]
+    with _below_autograd():
+        return BWD(dout, dlse, q, k, v, out, lse, **options)  # type: ignore[no-any-return]
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """An op whose results carry a graph that refuses: a second derivative must not be silent."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: FunctionCtx, call: Callable[..., tuple[Tensor, ...]], options: Options, *args: Tensor
+    ) -> tuple[Tensor, ...]:
+        with _below_autograd():
+            return call(*args, **options)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> NoReturn:
+        raise NotImplementedError(
+            "the second derivative of flash_cuda's attention is not supported: "
+            "use torch.nn.functional.scaled_dot_product_attention with the math backend"
+        )
+
+
+def _wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
+    """Autograd kernel of `fwd`; torch leaves out trailing arguments that have their default."""
+    options = {**dict(zip(FWD_NAMES[3:], args[3:])), **kwargs}  # noqa: B905
+    q, k, v = args[:3]
+    bias, sink = options.pop("bias", None), options.pop("sink", None)
+    if _wants_grad(q, k, v, bias, sink, options.get("qv")):
+        _refuse_untracked(options)
+        deterministic = torch.are_deterministic_algorithms_enabled() or _scope.deterministic
+        return Attention.apply(deterministic, options, q, k, v, bias, sink)  # type: ignore[no-any-return, no-untyped-call]
+    with _below_autograd():
+        return FWD(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _refuse_untracked(options: Options) -> None:
+    for name in ("qv", "alibi_slopes", "q_descale", "k_descale", "v_descale"):
+        tensor = options.get(name)
+        if tensor is not None and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name} must not require a gradient: flash_cuda computes none for it "
+                "(it does for q, k, v, bias and sink); pass a detached tensor"
+            )
+
+
+def _bwd_autograd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    if _wants_grad(*(a for a in args if isinstance(a, Tensor))):
+        return _OnceDifferentiable.apply(BWD, kwargs, *args)  # type: ignore[no-any-return, no-untyped-call]
+    with _below_autograd():
+        return BWD(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class _Combine(torch.autograd.Function):
+    """Gradient of `combine`: out is a mean of the parts with weights exp(lse_i - lse)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _State, options: Options, out_partial: Tensor, lse_partial: Tensor
+    ) -> OutLse:
+        with _below_autograd():
+            out, lse = COMBINE(out_partial, lse_partial, **options)
+        ctx.save_for_backward(out_partial, lse_partial, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: _State, dout: Tensor, dlse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        out_partial, lse_partial, lse = ctx.saved_tensors
+        assert out_partial is not None and lse_partial is not None and lse is not None
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # no part has a key there: weights are 0
+        weight = torch.exp(lse_partial - lse)  # (splits, B, H, S)
+        # Zeroed, since a part without weight may hold anything.
+        part = out_partial.masked_fill(weight.transpose(-1, -2)[..., None] == 0, 0.0)
+        dout = dout.to(out_partial.dtype)
+        share = weight * (part * dout).sum(-1).transpose(-1, -2)
+        dlse_partial = share - weight * share.sum(0) + weight * dlse
+        return None, weight.transpose(-1, -2)[..., None] * dout, dlse_partial
+
+
+def _combine_autograd(out_partial: Tensor, lse_partial: Tensor, *args: Any, **kwargs: Any) -> OutLse:
+    options = {**dict(zip(("dtype",), args)), **kwargs}  # noqa: B905
+    if _wants_grad(out_partial, lse_partial):
+        return _Combine.apply(options, out_partial, lse_partial)  # type: ignore[no-any-return, no-untyped-call]
+    with _below_autograd():
+        return COMBINE(out_partial, lse_partial, **options)  # type: ignore[no-any-return]
+
+
+# ---- autocast ------------------------------------------------------------------------------------
+
+
+def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Casts float32 and 16-bit tensors, as torch's own ops do: float64 and fp8 stay."""
+    if tensor is None or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return tensor
+    return tensor.to(dtype)
+
+
+def _fwd_autocast(device_type: str) -> Callable[..., OutLse]:
+    key = getattr(torch._C.DispatchKey, "AutocastCPU" if device_type == "cpu" else "AutocastCUDA")
+    keys = torch._C.DispatchKeySet(key)
+
+    def kernel(*args: Any, **kwargs: Any) -> OutLse:
+        options = {**dict(zip(FWD_NAMES, args)), **kwargs}  # noqa: B905
+        dtype = torch.get_autocast_dtype(device_type)
+        for name in _CAST_BY_AUTOCAST:
+            if name in options:
+                options[name] = _autocast(options[name], dtype)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return FWD(**options)  # type: ignore[no-any-return]
+
+    return kernel
+
+
+# ---- the way in ----------------------------------------------------------------------------------
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool = False
+) -> OutLse:
+    """Calls `fwd`; `options` are its arguments by name, those at their default left out.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the checks say, on every device.
+    """
+    try:
+        if torch.compiler.is_dynamo_compiling():
+            return _traced_forward(q, k, v, options, deterministic)
+        if torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled():
+            with _scope.within(deterministic):
+                return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+        bias, sink = options.get("bias"), options.get("sink")
+        if not _wants_grad(q, k, v, bias, sink, options.get("qv")):
+            with _below_autograd():
+                return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+        return _apply(q, k, v, options, deterministic)
+    except ValueError:
+        # On CUDA the op throws one kind of error; the checks know which kind it should be.
+        _engine.check_fwd(q, k, v, options)
+        raise
+
+
+def kv_append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor, options: Options
+) -> None:
+    """Calls `kv_append_`, with the errors of the checks on every device."""
+    options = {name: value for name, value in options.items() if value is not None}
+    try:
+        KV_APPEND(k_cache, v_cache, k, v, seqlens, **options)
+    except ValueError:
+        _engine.check_kv_append(k_cache, v_cache, k, v, seqlens, options)
+        raise
+
+
+def _apply(q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool) -> OutLse:
+    options = dict(options)
+    bias, sink = options.pop("bias", None), options.pop("sink", None)
+    _refuse_untracked(options)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return Attention.apply(deterministic, options, q, k, v, bias, sink)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _traced_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool
+) -> OutLse:
+    # `fwd` does not carry `deterministic`, so a graph that needs it holds the autograd function.
+    if not deterministic or not torch.is_grad_enabled():
+        return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        tensors = {"q": q, "k": k, "v": v, **options}
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors.update({n: _autocast(tensors.get(n), dtype) for n in _CAST_BY_AUTOCAST})
+        q, k, v = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
+        options = {n: value for n, value in tensors.items() if value is not None}
+    return _apply(q, k, v, options, deterministic)
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
+def _register() -> None:
+    for op, kernel in (
+        ("fwd", _engine.fwd),
+        ("bwd", _engine.bwd),
+        ("combine", _engine.combine),
+        ("kv_append_", _engine.kv_append_),
+    ):
+        _library.impl(op, kernel, "CPU")
+    _library.impl("fwd", _fwd_autograd, "Autograd")
+    _library.impl("bwd", _bwd_autograd, "Autograd")
+    _library.impl("combine", _combine_autograd, "Autograd")
+    _library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
+    _library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
+
+
+_register()

@@ -1,0 +1,126 @@
+"""flash_cuda as an attention implementation of Hugging Face transformers.
+
+    import flash_cuda.compat.transformers
+    flash_cuda.compat.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_cuda")
+
+`register` adds the attention function and its mask function: with the first alone, transformers
+would leave out masks without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_cuda import _ops
+from flash_cuda.interface import fwd_options
+
+IMPLEMENTATION = "flash_cuda"
+
+
+def register(name: str = IMPLEMENTATION) -> None:
+    """Makes ``attn_implementation=name`` known to transformers.
+
+    Args:
+        name: the name that models are then loaded with.
+
+    Raises:
+        ImportError: transformers is missing, or too old to register implementations with.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+    except ImportError as error:
+        raise ImportError(
+            "flash_cuda.compat.transformers needs transformers with AttentionInterface and "
+            f"masking_utils (4.53 or newer): {error}"
+        ) from error
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, flash_attention_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers' models call.
+
+    Args:
+        module: the attention layer; its ``is_causal`` is the default of `is_causal`.
+        query: ``(batch, num_heads_q, seqlen_q, head_dim)``.
+        key: ``(batch, num_heads_kv, seqlen_kv, head_dim)``.
+        value: ``(batch, num_heads_kv, seqlen_kv, head_dim_v)``.
+        attention_mask: ``(batch, seqlen_kv)``, nonzero where there is a token; or a mask of four
+            dimensions, bool (True takes part) or additive, that also says what is causal.
+        scaling: default ``head_dim ** -0.5``.
+        dropout: probability of dropping a weight.
+        is_causal: bottom-right aligned; default the module's.
+        sliding_window: keys that a query sees, its own among them.
+        softcap: bounds the logits.
+        s_aux: ``(num_heads_q,)`` sinks.
+        cu_seq_lens_q: ``(batch + 1,)`` int32; the sequences are packed into a batch of 1.
+        cu_seq_lens_k: the same for keys.
+        max_length_q: hint.
+        max_length_k: hint.
+        **kwargs: what models pass for other implementations.
+
+    Returns:
+        ``(batch, seqlen_q, num_heads_q, head_dim_v)``, and None for the weights.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window: tuple[int | None, int | None] = (None, None)
+    bias = None
+    if attention_mask is not None and attention_mask.dim() == 4:
+        bias, causal = _additive(attention_mask[..., : k.shape[1]], q.dtype), False
+    else:
+        if attention_mask is not None:
+            bias = _additive(attention_mask[:, None, None, -k.shape[1] :] != 0, q.dtype)
+        if sliding_window is not None:
+            window = (sliding_window - 1, None if causal else sliding_window - 1)
+    packed: dict[str, Any] = {}
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        bias = None  # what is packed has no padding
+        packed = {
+            "cu_seqlens_q": cu_seq_lens_q,
+            "cu_seqlens_k": cu_seq_lens_k,
+            "max_seqlen_q": max_length_q,
+            "max_seqlen_k": max_length_k,
+        }
+    options = fwd_options(
+        q,
+        causal=causal,
+        window=window,
+        softmax_scale=scaling,
+        softcap=softcap or 0.0,
+        dropout_p=dropout if module.training else 0.0,
+        sink=s_aux,
+        bias=bias,
+        **packed,
+    )
+    out, _ = _ops.attention_forward(q, k, v, options)
+    return (out.unflatten(0, (query.shape[0], -1)) if packed else out), None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask if mask.dtype == torch.float32 else mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)

@@ -1,0 +1,190 @@
+"""flash_attn_with_kvcache: append new keys to a cache and attend to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cuda import _ops
+from flash_cuda.flash_attn import last_contiguous, one_of
+from flash_cuda.interface import Window, fwd_options
+from flash_cuda.rotary import apply_rotary
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    pack_gqa: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Writes new keys and values into the cache, in place, and attends to all of it.
+
+    It is ``kv_append_`` (if there are new keys) and ``fwd``; no gradient flows through the cache.
+
+    Args:
+        q: ``(batch, seqlen_q, num_heads_q, head_dim)``, or packed ``(total_q, ...)`` with
+            `cu_seqlens_q`.
+        k_cache: ``(cache_rows, capacity, num_heads_kv, head_dim)``, or with `block_table`
+            ``(num_pages, page_size, num_heads_kv, head_dim)``. Written to.
+        v_cache: like `k_cache`, with head_dim_v. Written to.
+        k: new keys ``(batch, seqlen_new, num_heads_kv, head_dim)``, put behind the cached ones.
+        v: new values, given together with `k`.
+        rotary_cos: ``(positions, rotary_dim / 2)``. New keys are rotated at their place in the
+            cache; queries too if the call is causal or has a window, all of them at
+            `cache_seqlens` otherwise.
+        rotary_sin: like `rotary_cos`.
+        cache_seqlens: ``(batch,)`` int32 keys in the cache before this call, or one number for
+            all; ``None``, without new keys, is the whole capacity.
+        cache_batch_idx: ``(batch,)`` int32, the cache row of each sequence.
+        cache_leftpad: ``(batch,)`` int32, the first key that counts; positions are counted from
+            it.
+        block_table: ``(batch, max_pages)`` int32, the pages of each sequence in order.
+        softmax_scale: see :func:`flash_cuda.flash_attn_func`.
+        causal: see :func:`flash_cuda.flash_attn_func`.
+        window_size: see :func:`flash_cuda.flash_attn_func`.
+        softcap: see :func:`flash_cuda.flash_attn_func`.
+        rotary_interleaved: pairs are columns (0, 1), (2, 3), ...; otherwise (0, rotary_dim / 2).
+        alibi_slopes: see :func:`flash_cuda.flash_attn_func`.
+        num_splits: see :func:`flash_cuda.flash_attn_func`.
+        return_softmax_lse: also return the log-sum-exp.
+        page_table: another name of `block_table`.
+        qv: see :func:`flash_cuda.flash_attn_func`.
+        q_descale: see :func:`flash_cuda.flash_attn_func`.
+        k_descale: see :func:`flash_cuda.flash_attn_func`.
+        v_descale: see :func:`flash_cuda.flash_attn_func`.
+        cu_seqlens_q: ``(batch + 1,)`` int32, where each sequence of a packed q starts.
+        max_seqlen_q: hint for packed queries; never needed.
+        rotary_seqlens: ``(batch,)`` int32, the first new position, in place of `cache_seqlens`.
+        learnable_sink: see :func:`flash_cuda.flash_attn_func`.
+        attention_chunk: see :func:`flash_cuda.flash_attn_func`.
+        pack_gqa: see :func:`flash_cuda.flash_attn_func`.
+
+    Returns:
+        The output, or ``(out, lse)``.
+
+    Raises:
+        ValueError: the new keys do not fit (checked where the lengths are on the host: a number,
+            or CPU tensors; a CUDA kernel leaves out rows past the capacity).
+        TypeError, ValueError, NotImplementedError: as :func:`flash_cuda.attention`.
+    """
+    table = one_of("block_table", block_table, "page_table", page_table)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    lengths = _lengths(cache_seqlens, batch, q.device)
+    cache = {"block_table": table, "cache_batch_idx": cache_batch_idx}
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be given together")
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be given together")
+    rotary: dict[str, Any] = {}
+    if rotary_cos is not None and rotary_sin is not None:
+        if k is None or lengths is None:
+            raise ValueError("rotary_cos needs new keys k, v and cache_seqlens")
+        start = lengths if rotary_seqlens is None else rotary_seqlens
+        if rotary_seqlens is None and cache_leftpad is not None:
+            start = start - cache_leftpad
+        steps = causal or any(end not in (None, -1) for end in window_size)
+        where = _positions(q, start, cu_seqlens_q, steps)
+        q = apply_rotary(
+            q, rotary_cos, rotary_sin, positions=where, interleaved=rotary_interleaved
+        )
+        if start is lengths:
+            rotary = {
+                "rotary_cos": rotary_cos,
+                "rotary_sin": rotary_sin,
+                "rotary_interleaved": rotary_interleaved,
+            }
+        else:  # the op rotates at the place in the cache only
+            where = _positions(k, start, None, True)
+            k = apply_rotary(
+                k, rotary_cos, rotary_sin, positions=where, interleaved=rotary_interleaved
+            )
+    if k is not None and v is not None:
+        if lengths is None:
+            raise ValueError("cache_seqlens must be given with new keys k, v")
+        _check_room(cache_seqlens, k, k_cache, table)
+        k, v = last_contiguous(k), last_contiguous(v)
+        _ops.kv_append(k_cache, v_cache, k, v, lengths, {**cache, **rotary})
+        lengths = lengths + k.shape[1]
+    options = fwd_options(
+        q,
+        causal=causal,
+        window=window_size,
+        seqused_k=lengths,
+        leftpad_k=cache_leftpad,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        sink=learnable_sink,
+        attention_chunk=attention_chunk,
+        pack_gqa=pack_gqa,
+        **cache,
+    )
+    out, lse = _ops.attention_forward(last_contiguous(q), k_cache, v_cache, options)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _lengths(seqlens: Tensor | int | None, batch: int, device: torch.device) -> Tensor | None:
+    if isinstance(seqlens, int):
+        return torch.full((batch,), seqlens, dtype=torch.int32, device=device)
+    return seqlens
+
+
+def _check_room(
+    cache_seqlens: Tensor | int | None, k: Tensor, k_cache: Tensor, block_table: Tensor | None
+) -> None:
+    if not isinstance(cache_seqlens, int):
+        return  # kv_append_ looks at tensors, where it can
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if cache_seqlens + k.shape[1] > capacity:
+        raise ValueError(
+            f"the cache is too small: cache_seqlens {cache_seqlens} and {k.shape[1]} new keys "
+            f"exceed its capacity of {capacity}"
+        )
+
+
+def _positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None, steps: bool) -> Tensor:
+    """Position of each row: `start` of its sequence, counting up if `steps`."""
+    if cu_seqlens is None:
+        where = start[:, None].expand(-1, x.shape[1])
+        return where + torch.arange(x.shape[1], device=x.device) if steps else where
+    rows = torch.arange(x.shape[0], device=x.device)
+    # Rows past the last sequence belong to none; they take the last one's and are not used.
+    sequence = torch.searchsorted(cu_seqlens, rows, right=True, out_int32=True) - 1
+    sequence = sequence.clamp(0, start.shape[0] - 1)
+    return start[sequence] + (rows - cu_seqlens[sequence] if steps else 0)
