@@ -1,0 +1,40 @@
+// Additions to global memory without a result (PTX ISA: red, ld.acquire, st.release).
+#pragma once
+
+#include <cstdint>
+
+namespace flash_cuda::ptx {
+
+// Adds an mma accumulator (4 values a lane) to a 128-float tile that only `accumulator_slot`
+// explains. From sm_90 on a lane adds 16 bytes at once; before, four coalesced scalars.
+__device__ __forceinline__ int accumulator_slot(int lane, int i) {
+#if __CUDA_ARCH__ >= 900
+  return lane * 4 + i;
+#else
+  return i * 32 + lane;
+#endif
+}
+__device__ __forceinline__ void red_add_accumulator(float* tile, int lane, const float (&v)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(tile + lane * 4),
+               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(tile + i * 32 + lane), "f"(v[i])
+                 : "memory");
+  }
+#endif
+}
+
+__device__ __forceinline__ int load_acquire(const int* ptr) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_release(int* ptr, int v) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
+}  // namespace flash_cuda::ptx

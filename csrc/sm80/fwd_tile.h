@@ -1,0 +1,47 @@
+// Tile shapes of the forward kernel. docs/tuning.md says what each was measured against.
+#pragma once
+
+#include "common/params.h"
+
+namespace flash_cuda::sm80 {
+
+// kPlain: softmax of scaled products under any mask. kGeneral: also score modifications, dropout,
+// paged caches, rows that are not 16-byte aligned, and scales that are not positive.
+enum class Variant { kPlain, kGeneral };
+
+// Devices with at least this much shared memory a block take the large tiles.
+constexpr int kLargeSmem = 160 * 1024;
+
+template <int kHeadDim_, int kHeadDimV_, int kBlockQ_, int kBlockKV_, int kWarps_, bool kQInRegs_,
+          int kMinBlocks_>
+struct FwdTileShape {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockQ = kBlockQ_, kBlockKV = kBlockKV_;
+  static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps_;
+  static constexpr int kTilesQ = kBlockQ / (16 * kWarps);  // tiles of 16 rows a warp
+  static constexpr bool kQInRegs = kQInRegs_;
+  static constexpr int kMinBlocks = kMinBlocks_;
+  static constexpr int kStagesK = 2;  // the current block stays readable for a repair
+
+  static constexpr int kBytesQ = kBlockQ * 2 * (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV);
+  static constexpr int kBytesK = kBlockKV * kHeadDim * 2, kBytesV = kBlockKV * kHeadDimV * 2;
+  static constexpr int kSmemBytes = kBytesQ + kStagesK * kBytesK + kBytesV;
+  static_assert(kBlockQ % (16 * kWarps) == 0);
+};
+
+// clang-format off
+template <int kHeadDim, int kHeadDimV, bool kLarge> struct FwdTile;
+//                                                                   d   dv    q  kv  w  Qreg   blocks
+template <bool kLarge> struct FwdTile<32, 32, kLarge>   : FwdTileShape< 32,  32, 128, 64, 4, true,  3> {};
+template <bool kLarge> struct FwdTile<64, 64, kLarge>   : FwdTileShape< 64,  64, 128, 64, 4, true,  2> {};
+template <bool kLarge> struct FwdTile<96, 96, kLarge>   : FwdTileShape< 96,  96, 128, 64, 4, false, 2> {};
+template <bool kLarge> struct FwdTile<128, 128, kLarge> : FwdTileShape<128, 128, 128, 64, 4, false, 2> {};
+template <> struct FwdTile<192, 128, true>              : FwdTileShape<192, 128, 128, 64, 8, false, 1> {};
+template <> struct FwdTile<192, 128, false>             : FwdTileShape<192, 128,  64, 64, 4, false, 1> {};
+template <> struct FwdTile<192, 192, true>              : FwdTileShape<192, 192, 128, 64, 8, false, 1> {};
+template <> struct FwdTile<192, 192, false>             : FwdTileShape<192, 192,  64, 64, 4, false, 1> {};
+template <> struct FwdTile<256, 256, true>              : FwdTileShape<256, 256, 128, 64, 8, false, 1> {};
+template <> struct FwdTile<256, 256, false>             : FwdTileShape<256, 256,  64, 32, 4, false, 1> {};
+// clang-format on
+
+}  // namespace flash_cuda::sm80
