@@ -55,6 +55,21 @@ def strip(text: str) -> str:
     return re.sub(pattern, blank, text, flags=re.S | re.M)
 
 
+def without_template(header: str) -> str:
+    """A declaration without the `template <...>` before it."""
+    header = header.strip()
+    while header.startswith("template"):
+        depth = 0
+        for position, character in enumerate(header):
+            depth += (character == "<") - (character == ">")
+            if character == ">" and depth == 0:
+                header = header[position + 1 :].strip()
+                break
+        else:
+            break
+    return header
+
+
 def functions(text: str) -> Iterator[tuple[str, int, int, int]]:
     """(name, line, length in lines, deepest nesting) of the outermost function bodies."""
     code = strip(text)
@@ -64,7 +79,7 @@ def functions(text: str) -> Iterator[tuple[str, int, int, int]]:
     for match in re.finditer(r"[{};]", code):
         position, kind = match.start(), match[0]
         if kind == "{":
-            header = code[header_start:position].strip()
+            header = without_template(code[header_start:position])
             inside = any(entry[0] for entry in stack)
             is_function = (
                 not inside and "(" in header and not _NOT_A_FUNCTION.search(header.split("(")[0])

@@ -31,7 +31,7 @@ BOTTOM = {"common/host_device.h", "common/params.h"}
 # The two files of the binding; every other file compiles without torch and Python.
 BINDING = {"torch_binding.cpp", "module.cpp"}
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
+_INCLUDE = re.compile(r'^[ \t]*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 _ASM = re.compile(r"\basm\b\s*(?:volatile\s*)?\(")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
