@@ -49,7 +49,8 @@ std::string device_text(const TensorInfo& tensor) {
   switch (tensor.device) {
     case DeviceType::kCpu: return "cpu";
     case DeviceType::kMeta: return "meta";
-    case DeviceType::kCuda: return "cuda:" + std::to_string(tensor.device_index);
+    case DeviceType::kCuda:
+      return tensor.device_index < 0 ? "cuda" : "cuda:" + std::to_string(tensor.device_index);
     case DeviceType::kOther: break;
   }
   return "another device";

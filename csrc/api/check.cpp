@@ -353,9 +353,9 @@ void check_combine(const CombineArgs& a) {
   if (a.out_partial.dtype != ScalarType::kFloat64) check_dtype(a.out_partial, ScalarType::kFloat32);
   check_dtype(a.lse_partial, a.out_partial.dtype);
   const TensorInfo& o = a.out_partial;
-  if (o.ndim != 5 || o.size(0) < 1) {
-    refuse_value("out_partial must have shape (splits, batch, seqlen, num_heads, head_dim_v) with "
-                 "at least one split, got ", shape_text(o));
+  if (o.ndim != 5) {
+    refuse_value("out_partial must have shape (splits, batch, seqlen, num_heads, head_dim_v), got ",
+                 shape_text(o));
   }
   check_shape(a.lse_partial, {o.size(0), o.size(1), o.size(3), o.size(2)},
               "(splits, batch, num_heads, seqlen)");

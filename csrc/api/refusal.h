@@ -20,6 +20,12 @@ class Refusal : public std::invalid_argument {
   RefusalKind kind_;
 };
 
+// An op runs far below the Python function that its text goes to, with torch in between. The op
+// notes the refusal of its thread; the Python function asks for the kind of the text that it got.
+void note_refusal(const Refusal& refusal);
+// False where the last refusal of this thread had another text.
+bool noted_kind(const std::string& text, RefusalKind* kind);
+
 template <class... Parts>
 std::string join(const Parts&... parts) {
   std::ostringstream text;
