@@ -66,7 +66,7 @@ def fwd(
         block_table: (batch, pages a sequence), the pages of each sequence in order.
         cache_batch_idx: (batch), the row of the cache that a sequence reads.
         qv: (batch, seqlen_q, num_heads_q, head_dim_v), adds qv.v to q.k.
-        q_descale: (batch, num_heads_kv), factors of an fp8 q.
+        q_descale: (batch, num_heads_kv), factors of an fp8 q (and qv).
         k_descale: likewise of k.
         v_descale: likewise of v.
         rng_state: (2,) int64, seed and offset of the dropout mask; see dropout.py.

@@ -252,10 +252,10 @@ class Problem:
 
     def queries(self, part: Part, factor: float) -> Tensor:
         """Returns q times `factor`, (n, kv_heads, group, rows, head_dim [+ head_dim_v])."""
-        q = self._descaled(self.query_view(self.q, part), self.q_descale, part)
+        q = self.query_view(self.q, part)
         if self.qv is not None:
-            qv = self.query_view(self.qv, part).to(self.dtype)
-            q = torch.cat((q, qv), dim=-1)
+            q = torch.cat((q, self.query_view(self.qv, part)), dim=-1)
+        q = self._descaled(q, self.q_descale, part)
         return q * factor
 
     def keys(self, part: Part) -> Tensor:

@@ -1,0 +1,220 @@
+"""Runs a case on a backend and compares every result with the oracle.
+
+The rule (docs/numerics.md): an error is at most twice that of the same mathematics evaluated by
+PyTorch in the input's dtype, plus half a unit in the last place of the largest value. What must
+hold exactly is exact: rows without keys, rows and keys that do not count, no NaN anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_cuda
+from flash_cuda.reference import EngineOptions, use_options
+
+from . import oracle
+from .cases import AttentionCase, Inputs, build
+
+BITS = {"dq": 1, "dk": 2, "dv": 4, "dbias": 8, "dsink": 16}
+# Options of fwd that bwd does not have: they change how the forward is done, not what it means.
+FORWARD_ONLY = frozenset(("num_splits", "split_size", "pack_gqa"))
+# Half a unit in the last place of 1.0; float32 sums in another order, float64 is its own oracle.
+HALF_ULP = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-21,
+    torch.float64: 1e-12,
+}
+
+
+class Unsupported(Exception):
+    """No kernel of the backend serves the call, and it said so."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where the ops run: `cpu` (the engine), `cuda`, or `emulated:ARCH` kernels on CPU tensors."""
+
+    name: str
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.name == "cuda" else "cpu"
+
+    @property
+    def is_engine(self) -> bool:
+        return self.name == "cpu"
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.name.startswith("emulated")
+
+    def context(self, case: AttentionCase) -> AbstractContextManager[Any]:
+        """What calls have to be wrapped in."""
+        if self.is_emulated:
+            return flash_cuda.use_kernel(self.name)
+        if self.is_engine and case.tiles is not None:
+            return use_options(EngineOptions(block_q=case.tiles[0], block_kv=case.tiles[1]))
+        return nullcontext()
+
+    def call(self, case: AttentionCase, op: str, *args: Any, **kw: Any) -> Any:
+        """Calls an op with memory that is NaN before it is written."""
+        with self.context(case), nan_memory(), torch.no_grad():
+            try:
+                return getattr(torch.ops.flash_cuda, op)(*args, **kw)
+            except (ValueError, NotImplementedError) as error:
+                if not self.is_engine and "no kernel serves" in str(error):
+                    raise Unsupported(str(error)) from error
+                raise
+
+
+@contextmanager
+def nan_memory() -> Iterator[None]:
+    """Makes torch.empty, here and in C++, return NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def precision_of(case: AttentionCase, backend: Backend) -> oracle.Precision:
+    """The same mathematics in the dtype of the case."""
+    dtype = case.torch_dtype
+    if dtype == torch.float8_e4m3fn:
+        p_dtype = None if backend.is_engine else dtype
+        return oracle.Precision(torch.float32, torch.bfloat16, p_dtype)
+    if dtype in (torch.float32, torch.float64):
+        return oracle.Precision(dtype)
+    return oracle.Precision(torch.float32, dtype)
+
+
+def largest_error(got: Tensor, want: Tensor) -> float:
+    finite = torch.isfinite(want)
+    return float((got.double() - want)[finite].abs().max()) if finite.any() else 0.0
+
+
+def largest(want: Tensor) -> float:
+    finite = want[torch.isfinite(want)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def assert_near(name: str, got: Tensor, want: Tensor, simulated: Tensor, floor: float) -> None:
+    """Compares one result.
+
+    Args:
+        name: for the message.
+        got: the result.
+        want: float64.
+        simulated: the same mathematics in a lower precision.
+        floor: allowed error relative to the largest value, beside twice the error of `simulated`.
+    """
+    assert got.shape == want.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    assert not torch.isnan(got).any(), f"{name} has {int(torch.isnan(got).sum())} NaN"
+    infinite = torch.isinf(want)
+    assert torch.equal(got.double()[infinite], want[infinite]), f"{name}: infinities differ"
+    bound = 2.0 * largest_error(simulated, want) + floor * largest(want)
+    error = largest_error(got, want)
+    if error > bound:
+        worst = (got.double() - want).masked_fill(infinite, 0.0).abs().argmax()
+        place = [int(i) for i in torch.unravel_index(worst, want.shape)]
+        raise AssertionError(
+            f"{name} is off by {error:.3g} at {place}, allowed {bound:.3g}: "
+            f"got {got[tuple(place)].item():.6g}, right is {want[tuple(place)].item():.6g}"
+        )
+
+
+def lse_floor(case: AttentionCase, backend: Backend, want: Tensor) -> float:
+    """lse is float32 whatever the inputs are, so wrong masks show even where out is coarse.
+
+    Kernels take fast (and some polynomial) exponentials; fp8 tensor cores add up in about 14 bits.
+    """
+    if case.dtype == "float64":
+        return HALF_ULP[torch.float64]
+    scale = max(largest(want), 1.0) / max(largest(want), 1e-30)
+    if backend.is_engine:
+        return 2.0**-20 * scale
+    return (5e-3 if case.dtype.startswith("float8") else 2e-4) * scale
+
+
+def run(case: AttentionCase, backend: Backend) -> None:
+    """Runs a case, forward and, if it has gradients, backward, and compares everything.
+
+    Raises:
+        Unsupported: the backend has no kernel for it.
+        AssertionError: a result is wrong.
+    """
+    inputs = build(case, backend.device)
+    precision = precision_of(case, backend)
+    out, lse = backend.call(case, "fwd", **inputs.kw)
+    want = oracle.solve(inputs.kw, inputs.dout, inputs.dlse)
+    near = oracle.solve(inputs.kw, inputs.dout, inputs.dlse, precision)
+    out_dtype = torch.bfloat16 if case.torch_dtype == torch.float8_e4m3fn else case.torch_dtype
+    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    assert out.dtype == out_dtype, f"out is {out.dtype}"
+    assert lse.dtype == wide, f"lse is {lse.dtype}"
+    assert_near("lse", lse, want["lse"], near["lse"], lse_floor(case, backend, want["lse"]))
+    assert_near("out", out, want["out"], near["out"], HALF_ULP[out_dtype])
+    empty = (want["out"] == 0.0).all(-1)
+    assert (out[empty] == 0.0).all(), "out is not exactly 0 in rows without keys"
+    if case.grads:
+        check_gradients(case, backend, inputs, (out, lse), want, near)
+
+
+def check_gradients(
+    case: AttentionCase,
+    backend: Backend,
+    inputs: Inputs,
+    result: tuple[Tensor, Tensor],
+    want: dict[str, Tensor],
+    near: dict[str, Tensor],
+) -> None:
+    """Runs `bwd` on the backend's own out and lse and compares the gradients."""
+    exists = sum(bit for name, bit in BITS.items() if name in want)
+    wanted = exists if case.wanted is None else case.wanted & exists
+    kw = {name: value for name, value in inputs.kw.items() if name not in FORWARD_ONLY}
+    grads = backend.call(
+        case, "bwd", inputs.dout, inputs.dlse, kw.pop("q"), kw.pop("k"), kw.pop("v"), *result,
+        deterministic=case.deterministic, wanted=wanted, **kw,
+    )  # fmt: skip
+    got = dict(zip(BITS, grads, strict=True))
+    for name, bit in BITS.items():
+        if not wanted & bit:
+            assert got[name].numel() == 0, f"{name} was not wanted"
+            continue
+        dtype = case.torch_dtype
+        if name in ("dbias", "dsink"):
+            dtype = torch.float64 if case.dtype == "float64" else torch.float32
+        assert got[name].dtype == dtype, f"{name} is {got[name].dtype}"
+        assert_near(name, got[name], want[name], near[name], HALF_ULP[dtype])
+    no_keys = (want["lse"] == -torch.inf).transpose(-1, -2)
+    unseen = (want["dv"] == 0.0).all(-1)
+    for name, zero in (("dq", no_keys), ("dk", unseen), ("dv", unseen)):
+        if wanted & BITS[name]:
+            assert (got[name][zero] == 0.0).all(), f"{name} is not exactly 0 where nothing flows"
+
+
+def check(case: AttentionCase, backend: Backend) -> None:
+    """`run` for tests: what no kernel serves is skipped, with the reason."""
+    try:
+        run(case, backend)
+    except Unsupported as refusal:
+        pytest.skip(str(refusal))
+
+
+def with_cases(*groups: Iterable[AttentionCase]) -> pytest.MarkDecorator:
+    """Parametrises a test over groups of cases; the first of each group is also a smoke test."""
+    params = []
+    for group in groups:
+        for i, case in enumerate(group):
+            marks = [pytest.mark.smoke] if i == 0 else []
+            params.append(pytest.param(case, id=str(case), marks=marks))
+    return pytest.mark.parametrize("case", params)
