@@ -1,0 +1,63 @@
+#include "common/tensor_map.h"
+
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace flash_cuda {
+namespace {
+
+// Through the runtime, so that nothing links against the driver library.
+PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || !function) {
+    throw std::runtime_error(
+        "the CUDA driver has no cuTensorMapEncodeTiled: Hopper kernels need driver 525 or newer");
+  }
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+}
+
+CUtensorMapSwizzle swizzle_of(int bytes) {
+  switch (bytes) {
+    case 128: return CU_TENSOR_MAP_SWIZZLE_128B;
+    case 64: return CU_TENSOR_MAP_SWIZZLE_64B;
+    default: return CU_TENSOR_MAP_SWIZZLE_32B;
+  }
+}
+
+}  // namespace
+
+CUtensorMap make_tensor_map(const TensorMapShape& shape, DType dtype) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encode = encode_function();
+  cuuint64_t dims[4], strides[3];
+  cuuint32_t box[4];
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  for (int i = 0; i < 4; ++i) {
+    dims[i] = static_cast<cuuint64_t>(shape.dims[i]);
+    box[i] = static_cast<cuuint32_t>(shape.box[i]);
+  }
+  for (int i = 0; i < 3; ++i) {
+    // A dimension of one element may have any stride in the tensor, but not in the map.
+    const int64_t stride = shape.dims[i + 1] == 1 ? 8 : shape.strides[i];
+    strides[i] = static_cast<cuuint64_t>(stride) * 2;
+  }
+  const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, type, 4, const_cast<void*>(shape.base), dims, strides, box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape.swizzle_bytes),
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with CUresult " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
+}
+
+}  // namespace flash_cuda

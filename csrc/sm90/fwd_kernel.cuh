@@ -1,0 +1,614 @@
+// Forward attention with TMA and wgmma (Hopper).
+//
+// A block computes Tile::kBlockQ rows of O at a time, 64 in each of its consumer warpgroups, and
+// stays on its SM for many such tiles. Warpgroup 0 is the producer: one warp draws tiles, one issues
+// the copies of Q, K and V. K and V go through rings of their own that run on across tiles, so the
+// next tile loads while the last one ends. KV blocks are visited from last to first: the masked end
+// comes first. S of the next block is computed while the softmax of this one waits for it, and
+// O += P V of the previous block runs under the softmax.
+//
+// The softmax does not look for row maxima in blocks that need no mask. It subtracts the reference
+// that the row has, and checks the sums of the exponentials once a block; where they grew too large
+// the warp repairs the block (see consume_block). docs/kernels/sm90_fwd.md has the timeline.
+#pragma once
+
+#include "common/pipeline.cuh"
+#include "ptx/convert.h"
+#include "ptx/fence.h"
+#include "ptx/ldmatrix.h"
+#include "ptx/mma.h"
+#include "ptx/named_barrier.h"
+#include "ptx/setmaxnreg.h"
+#include "ptx/smem_addr.h"
+#include "ptx/stmatrix.h"
+#include "ptx/tma.h"
+#include "ptx/wgmma.h"
+#include "sm90/fwd_args.h"
+#include "sm90/fwd_scheduler.cuh"
+#include "sm90/fwd_softmax.cuh"
+#include "sm90/fwd_tile.h"
+
+namespace flash_cuda::sm90 {
+
+// Numbered from 1; each has one barrier a consumer warpgroup.
+enum NamedBarrier : int { kStagingFree = 1, kStagingFull = 4, kTurn = 7 };
+
+constexpr int kWorkSlots = 2;
+
+// Addresses of everything in shared memory.
+template <class Tile>
+struct FwdSmem {
+  uint32_t base;
+  FwdWork* work;  // kWorkSlots of them
+
+  __device__ __forceinline__ uint32_t q(int warpgroup) const {
+    return base + Tile::kSmemQ + warpgroup * Tile::kQSliceBytes;
+  }
+  __device__ __forceinline__ uint32_t out(int warpgroup) const {
+    return base + Tile::kSmemOut + warpgroup * Tile::kOutSliceBytes;
+  }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + Tile::kSmemK + stage * Tile::kStageBytesK;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const {
+    return base + Tile::kSmemV + stage * Tile::kStageBytesV;
+  }
+
+  using Ring = RingBarriers<Tile::kStages>;
+  using WorkRing = RingBarriers<kWorkSlots>;
+  static constexpr int kKAt = Tile::kSmemBarriers;
+  static constexpr int kVAt = kKAt + Ring::kBytes;
+  static constexpr int kWorkBarriersAt = kVAt + Ring::kBytes;
+  static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
+  static_assert(kQAt + 16 * Tile::kWarpgroups <= Tile::kSmemBarriers + Tile::kBarrierBytes);
+
+  __device__ __forceinline__ Ring k_ring() const { return {base + kKAt}; }
+  __device__ __forceinline__ Ring v_ring() const { return {base + kVAt}; }
+  __device__ __forceinline__ WorkRing work_ring() const { return {base + kWorkBarriersAt}; }
+  __device__ __forceinline__ uint32_t q_full(int warpgroup) const {
+    return base + kQAt + 16 * warpgroup;
+  }
+  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const {
+    return q_full(warpgroup) + 8;
+  }
+};
+
+template <class Tile>
+__device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
+  // K is released by every warp after its own check of the sums, V by every warpgroup.
+  smem.k_ring().init(1, 4 * Tile::kWarpgroups);
+  smem.v_ring().init(1, Tile::kWarpgroups);
+  smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1);
+  for (int w = 0; w < Tile::kWarpgroups; ++w) {
+    ptx::mbarrier_init(smem.q_full(w), 1);
+    ptx::mbarrier_init(smem.q_empty(w), Tile::has(kOutOverQ) ? 1 : 4);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+// ---- producer
+
+// Draws tiles and publishes them; one thread.
+template <class Tile>
+__device__ __forceinline__ void schedule(const FwdSmem<Tile>& smem, const FwdArgs& args,
+                                         int* counter) {
+  const auto ring = smem.work_ring();
+  RingPosition<kWorkSlots> at;
+  const int num_tiles = args.schedule.num_tiles;
+  for (int index = blockIdx.x;; at.advance()) {
+    ring.wait_empty(at);
+    FwdWork work;
+    if (index < num_tiles) {
+      work = dense_work(args.params, args.schedule, index);
+      const int drawn = atomicAdd(counter, 1);
+      if (drawn == num_tiles - 1) *counter = 0;  // every tile has been drawn
+      index = drawn + gridDim.x;
+    } else {
+      work.q_block = -1;
+    }
+    smem.work[at.stage] = work;
+    ptx::mbarrier_arrive(ring.full(at.stage));
+    if (work.q_block < 0) return;
+  }
+}
+
+// Loads Q, K and V of every tile; one thread.
+template <class Tile>
+struct Loader {
+  const FwdSmem<Tile>& smem;
+  const FwdArgs& args;
+  RingPosition<Tile::kStages> k_at, v_at;
+  uint32_t q_phase = 1;
+
+  __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
+    const auto ring = smem.k_ring();
+    ring.wait_empty(k_at);
+    const uint32_t full = ring.full(k_at.stage), dst = smem.k(k_at.stage);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
+      ptx::tma_load_4d(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
+                       panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
+                       rows.c3, ptx::kEvictLast);
+    }
+    k_at.advance();
+  }
+  __device__ __forceinline__ void load_v(int kv_block, const MapRows& rows) {
+    const auto ring = smem.v_ring();
+    ring.wait_empty(v_at);
+    const uint32_t full = ring.full(v_at.stage), dst = smem.v(v_at.stage);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
+      ptx::tma_load_4d(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
+                       panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
+                       rows.c3, ptx::kEvictLast);
+    }
+    v_at.advance();
+  }
+  __device__ __forceinline__ void load_q(int first_row, const MapRows& rows) {
+#pragma unroll
+    for (int w = 0; w < Tile::kWarpgroups; ++w) {
+      const uint32_t full = smem.q_full(w);
+      ptx::mbarrier_wait(smem.q_empty(w), q_phase);
+      ptx::mbarrier_arrive_expect_tx(full, Tile::kQSliceBytes);
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
+        ptx::tma_load_4d(smem.q(w) + panel * 64 * Tile::kPanelBytes, &args.q_map, full,
+                         panel * Tile::kPanelCols, rows.row0 + first_row + 64 * w, rows.c2, rows.c3,
+                         ptx::kEvictFirst);
+      }
+    }
+    q_phase ^= 1;
+  }
+
+  __device__ __forceinline__ void run() {
+    const FwdParams& p = args.params;
+    const auto work_ring = smem.work_ring();
+    const int group = p.num_heads_q / p.num_heads_kv;
+    RingPosition<kWorkSlots> work_at;
+    for (;; work_at.advance()) {
+      work_ring.wait_full(work_at);
+      const FwdWork w = smem.work[work_at.stage];
+      ptx::mbarrier_arrive(work_ring.empty(work_at.stage));
+      if (w.q_block < 0) return;
+      const Mask mask = Mask::make(p, w.seqlen_q, w.seqlen_kv);
+      const BlockRange range =
+          mask.kv_blocks(w.q_block * Tile::kBlockQ, Tile::kBlockQ, Tile::kBlockKV);
+      if (range.end <= range.begin) continue;
+      const MapRows kv = args.schedule.kv_rows.locate(
+          w.kv_row0, w.seqlen_kv, w.head / group, p.cache_batch_idx ? 0 : w.batch);
+      load_k(range.end - 1, kv);
+      load_q(w.q_block * Tile::kBlockQ,
+             args.schedule.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
+#pragma unroll 1
+      for (int kv_block = range.end - 2; kv_block >= range.begin; --kv_block) {
+        load_k(kv_block, kv);
+        load_v(kv_block + 1, kv);
+      }
+      load_v(range.begin, kv);
+    }
+  }
+};
+
+// ---- consumers
+
+template <class Tile, DType kDType>
+struct Consumer {
+  static constexpr bool kBf16 = kDType == DType::kBFloat16;
+  static constexpr int kN = Tile::kBlockKV;
+  static constexpr int kStepsQK = Tile::kHeadDim / 16, kStepsPV = kN / 16;
+  static constexpr int kPanelBytes = Tile::kPanelBytes, kStepsPanel = kPanelBytes / 32;
+  static constexpr uint32_t kSwizzle =
+      kPanelBytes == 128 ? ptx::kDescSwizzle128 : ptx::kDescSwizzle64;
+  static constexpr uint64_t kDescQK = ptx::wgmma_desc_base(16, 8 * kPanelBytes, kSwizzle);
+  static constexpr uint64_t kDescV =
+      ptx::wgmma_desc_base(kN * kPanelBytes, 8 * kPanelBytes, kSwizzle);
+  // Sums above kRepairAbove are repaired: P must not overflow its type. From kRecomputeFrom on (or
+  // with a NaN) the exponentials themselves may have overflowed, so S is computed again.
+  static constexpr float kRepairAbove = kBf16 ? 0x1p60f : 0x1p14f;
+  static constexpr float kRecomputeFrom = kBf16 ? 0x1p120f : 0x1p120f;
+
+  const FwdSmem<Tile> smem;
+  const FwdArgs& args;
+  const int warpgroup, thread, lane;  // thread: within the warpgroup
+
+  float s[kN / 2];                  // scores, then probabilities
+  float o[Tile::kHeadDimV / 2];
+  uint32_t p[kStepsPV][4];          // probabilities as wgmma A fragments
+  uint32_t q[Tile::has(kQInRegisters) ? kStepsQK : 1][4];
+  SoftmaxRows rows;
+  RingPosition<Tile::kStages> k_at, v_at;
+  uint32_t q_phase = 0;
+  uint32_t smem_k = 0;  // of the block whose scores are in s
+
+  // Byte offset of 16-byte chunk `chunk` of a row in a panel.
+  static __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+    const uint32_t at = row * kPanelBytes + chunk * 16;
+    return at ^ ((at >> 3) & (kPanelBytes == 128 ? 0x70 : 0x30));
+  }
+  __device__ __forceinline__ int warp_row() const { return thread / 32 * 16; }
+  __device__ __forceinline__ float scale_log2() const {
+    return args.params.softmax_scale * 1.4426950408889634f;
+  }
+
+  __device__ __forceinline__ void pin_q() {
+    if constexpr (Tile::has(kQInRegisters)) {
+#pragma unroll
+      for (int k = 0; k < kStepsQK; ++k) ptx::pin(q[k]);
+    }
+  }
+  __device__ __forceinline__ void pin_p() {
+#pragma unroll
+    for (int k = 0; k < kStepsPV; ++k) ptx::pin(p[k]);
+  }
+
+  // Issues S = Q K^T for the block at smem_k; kCols of its keys.
+  template <int kCols>
+  __device__ __forceinline__ void issue_qk(float (&scores)[kCols / 2]) {
+    using Mma = ptx::Wgmma<kCols>;
+    const uint64_t desc_k = ptx::wgmma_desc(smem_k, kDescQK);
+    const uint64_t desc_q = ptx::wgmma_desc(smem.q(warpgroup), kDescQK);
+    pin_q();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kStepsQK; ++k) {
+      const int panel = k / kStepsPanel, step = k % kStepsPanel * 2;
+      const uint64_t b = desc_k + uint64_t(panel * (kN * kPanelBytes / 16) + step);
+      if constexpr (Tile::has(kQInRegisters)) {
+        if (k == 0) {
+          Mma::template rs_zero<kBf16, 0>(scores, q[k], b);
+        } else {
+          Mma::template rs<kBf16, 0>(scores, q[k], b);
+        }
+      } else {
+        const uint64_t a = desc_q + uint64_t(panel * (64 * kPanelBytes / 16) + step);
+        if (k == 0) {
+          Mma::template ss_zero<kBf16, 0, 0>(scores, a, b);
+        } else {
+          Mma::template ss<kBf16, 0, 0>(scores, a, b);
+        }
+      }
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Issues O += P V for the first kSteps * 16 keys of the V block at v_at.
+  template <int kSteps>
+  __device__ __forceinline__ void issue_pv() {
+    const uint64_t desc_v = ptx::wgmma_desc(smem.v(v_at.stage), kDescV);
+    ptx::pin(o);
+    pin_p();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      ptx::Wgmma<Tile::kHeadDimV>::template rs<kBf16, 1>(
+          o, p[k], desc_v + uint64_t(k * (16 * kPanelBytes / 16)));
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // After this O is complete and P may be overwritten.
+  __device__ __forceinline__ void wait_pv() {
+    ptx::wgmma_wait_group<0>();
+    ptx::pin(o);
+    pin_p();
+  }
+
+  __device__ __forceinline__ void convert_p() {
+#pragma unroll
+    for (int k = 0; k < kStepsPV; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p[k][i] = ptx::pack<kDType>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+      }
+    }
+  }
+
+  // This warp has read the K block (each warp arrives).
+  __device__ __forceinline__ void release_k() {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(smem.k_ring().empty(k_at.stage));
+  }
+  __device__ __forceinline__ void release_v() {
+    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(v_at.stage));
+    v_at.advance();
+  }
+  // Passes over K and V blocks that other warpgroups of the block need.
+  __device__ __forceinline__ void skip_k() {
+    smem.k_ring().wait_full(k_at);
+    release_k();
+    k_at.advance();
+  }
+  __device__ __forceinline__ void skip_v() {
+    smem.v_ring().wait_full(v_at);
+    release_v();
+  }
+  __device__ __forceinline__ void skip(int blocks) {
+    for (int i = 0; i < blocks; ++i) {
+      skip_k();
+      skip_v();
+    }
+  }
+
+  __device__ __forceinline__ void take_turn() {
+    if constexpr (Tile::has(kPingPong)) ptx::named_barrier_sync(kTurn + warpgroup, 256);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (Tile::has(kPingPong)) {
+      const int next = warpgroup == Tile::kWarpgroups - 1 ? 0 : warpgroup + 1;
+      ptx::named_barrier_arrive(kTurn + next, 256);
+    }
+  }
+
+  // Waits for Q; reads its fragments where they stay in registers.
+  __device__ __forceinline__ void begin_q() {
+    ptx::mbarrier_wait(smem.q_full(warpgroup), q_phase);
+    q_phase ^= 1;
+    if constexpr (Tile::has(kQInRegisters)) {
+      const int row = warp_row() + (lane & 15);
+#pragma unroll
+      for (int k = 0; k < kStepsQK; ++k) {
+        const int chunk = k % kStepsPanel * 2 + (lane >> 4);
+        ptx::ldmatrix_x4(q[k], smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
+                                   swizzled(row, chunk));
+      }
+      if constexpr (!Tile::has(kOutOverQ)) release_q();
+    }
+  }
+  __device__ __forceinline__ void release_q() {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(smem.q_empty(warpgroup));
+  }
+
+  // Scores of this warp's rows once more, by mma.sync from shared memory. Rare.
+  __device__ __forceinline__ void recompute_scores(const FwdWork& work) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) s[i] = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < kStepsQK; ++k) {
+      __syncwarp();
+      uint32_t a[4];
+      load_q_fragment(work, k, a);
+      const int row = (lane & 7) + (lane >> 4) * 8;  // of two 8-key matrices, two halves of k each
+      const uint32_t at = smem_k + k / kStepsPanel * (kN * kPanelBytes) +
+                          swizzled(row, k % kStepsPanel * 2 + ((lane >> 3) & 1));
+#pragma unroll
+      for (int j = 0; j < kN / 16; ++j) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, at + j * 16 * kPanelBytes);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float* d = &s[8 * j + 4 * half];
+          float tile[4] = {d[0], d[1], d[2], d[3]};
+          ptx::mma_m16n8k16<kDType>(tile, a, b[2 * half], b[2 * half + 1]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) d[i] = tile[i];
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void load_q_fragment(const FwdWork& work, int k, uint32_t (&a)[4]) {
+    if constexpr (Tile::has(kQInRegisters)) {
+      // Shared memory may already hold the next tile's Q.
+      const FwdParams& prm = args.params;
+      const int first = work.q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane / 4;
+      const auto* base = static_cast<const uint16_t*>(prm.q) + work.head * prm.q_stride.head +
+                         (prm.cu_seqlens_q ? 0 : work.batch * prm.q_stride.batch);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = min(first + (i & 1) * 8, work.seqlen_q - 1);
+        const int column = 16 * k + (i >> 1) * 8 + 2 * (lane & 3);
+        a[i] = column < prm.head_dim
+                   ? __ldg(reinterpret_cast<const uint32_t*>(
+                         base + int64_t(work.q_row0 + row) * prm.q_stride.row + column))
+                   : 0u;
+      }
+    } else {
+      ptx::ldmatrix_x4(a, smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
+                              swizzled(warp_row() + (lane & 15),
+                                       k % kStepsPanel * 2 + (lane >> 4)));
+    }
+  }
+
+  // Scores of the KV block at k_at are complete in s and belong to this thread: exact softmax.
+  __device__ __forceinline__ void exact_softmax(const Mask& mask, int first_row, int kv_block,
+                                                bool masked, float (&rescale)[2]) {
+    if (masked) mask_scores(s, mask, first_row, kv_block * kN + 2 * (lane & 3));
+    softmax_exact(s, scale_log2(), rows, rescale);
+  }
+
+  // One KV block after the first: S of this block, O += P V of the block before, softmax.
+  template <bool kExact, bool kHalfPV>
+  __device__ __forceinline__ void consume_block(int kv_block, const Mask& mask, int first_row,
+                                                bool masked, int work_slot);
+  __device__ __forceinline__ void repair(float sum0, float sum1, float (&rescale)[2],
+                                         const FwdWork& work);
+  __device__ __forceinline__ void first_block(int kv_block, const Mask& mask, int first_row,
+                                              bool masked, bool half);
+  __device__ __forceinline__ void run_tile(const FwdWork& work, int work_slot);
+  __device__ __forceinline__ void store_tile(const FwdWork& work);
+  __device__ __forceinline__ void store_empty(const FwdWork& work);
+  __device__ __forceinline__ void run();
+};
+
+template <class Tile, DType kDType>
+template <bool kExact, bool kHalfPV>
+__device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_block,
+                                                                      const Mask& mask,
+                                                                      int first_row, bool masked,
+                                                                      int work_slot) {
+  smem_k = smem.k(k_at.stage);
+  smem.k_ring().wait_full(k_at);
+  take_turn();
+  issue_qk<kN>(s);
+  smem.v_ring().wait_full(v_at);
+  issue_pv<kHalfPV ? kStepsPV / 2 : kStepsPV>();
+  pass_turn();
+  ptx::wgmma_wait_group<1>();
+  ptx::pin(s);
+
+  if constexpr (kExact) {
+    release_k();
+    float rescale[2];
+    exact_softmax(mask, first_row, kv_block, masked, rescale);
+    wait_pv();
+    release_v();
+    convert_p();
+    scale_rows(o, rescale[0], rescale[1]);
+  } else {
+    float sum0 = 0.f, sum1 = 0.f;
+    exponentials(s, scale_log2(), rows.reference[0], rows.reference[1], sum0, sum1);
+    const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
+    if (!grown) {
+      rows.sum[0] += sum0;
+      rows.sum[1] += sum1;
+      release_k();
+    }
+    wait_pv();
+    if (grown) {
+      float rescale[2];
+      repair(sum0, sum1, rescale, smem.work[work_slot]);
+      __syncwarp();
+      release_k();
+      scale_rows(o, rescale[0], rescale[1]);
+    }
+    release_v();
+    convert_p();
+  }
+  k_at.advance();
+}
+
+// The sums of a block grew beyond the range of P. Raises the references of this warp's rows and
+// brings s, the sums and the factors for o in line.
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float sum1,
+                                                               float (&rescale)[2],
+                                                               const FwdWork& work) {
+  __syncwarp();
+  if (!__any_sync(~0u, !(sum0 < kRecomputeFrom) || !(sum1 < kRecomputeFrom))) {
+    // Exact powers of two: the exponent of the largest sum of each row.
+    const int up0 = max((__float_as_int(quad_max(sum0)) >> 23) - 127, 0);
+    const int up1 = max((__float_as_int(quad_max(sum1)) >> 23) - 127, 0);
+    rescale[0] = __int_as_float((127 - up0) << 23);
+    rescale[1] = __int_as_float((127 - up1) << 23);
+    rows.reference[0] += float(up0);
+    rows.reference[1] += float(up1);
+    rows.sum[0] = (rows.sum[0] + sum0) * rescale[0];
+    rows.sum[1] = (rows.sum[1] + sum1) * rescale[1];
+    scale_rows(s, rescale[0], rescale[1]);
+  } else {
+    recompute_scores(work);
+    softmax_exact(s, scale_log2(), rows, rescale);
+  }
+}
+
+// S and the exact softmax of a tile's first block; there is no P V to overlap with.
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::first_block(int kv_block, const Mask& mask,
+                                                                    int first_row, bool masked,
+                                                                    bool half) {
+  smem_k = smem.k(k_at.stage);
+  smem.k_ring().wait_full(k_at);
+  take_turn();
+  if (Tile::has(kHalfDiagonal) && half) {
+    float left[kN / 4];
+    issue_qk<kN / 2>(left);
+    pass_turn();
+    ptx::wgmma_wait_group<0>();
+    ptx::pin(left);
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) {
+      s[i] = left[i];
+      s[kN / 4 + i] = -INFINITY;
+    }
+  } else {
+    issue_qk<kN>(s);
+    pass_turn();
+    ptx::wgmma_wait_group<0>();
+    ptx::pin(s);
+  }
+  release_k();
+  k_at.advance();
+  rows.reset();
+  float unused[2];
+  exact_softmax(mask, first_row, kv_block, masked, unused);
+}
+
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::run_tile(const FwdWork& work,
+                                                                 int work_slot) {
+  const Mask mask = Mask::make(args.params, work.seqlen_q, work.seqlen_kv);
+  const int q0 = work.q_block * Tile::kBlockQ;
+  const int own_q0 = q0 + 64 * warpgroup;
+  BlockRange range = mask.kv_blocks(q0, Tile::kBlockQ, kN);
+  int skip_left = 0, skip_right = 0;
+  if constexpr (Tile::has(kTrimBlocks)) {
+    const BlockRange own = mask.kv_blocks(own_q0, 64, kN);
+    if (own.end > own.begin) {
+      skip_left = own.begin - range.begin;
+      skip_right = range.end - own.end;
+      range = own;
+    }
+  }
+  if (range.end <= range.begin) {
+    store_empty(work);
+    return;
+  }
+  const int first_row = own_q0 + warp_row() + lane / 4;
+  // Exact blocks come first: down to where every row has seen a key, and has a reference.
+  const int q_first = Tile::has(kTrimBlocks) ? own_q0 : q0;
+  int exact_begin = min(range.full_end, ceil_div(mask.kv_end(q_first), kN) - 1);
+  exact_begin = args.params.strict ? range.begin : max(exact_begin, range.begin);
+
+  if constexpr (Tile::has(kTrimBlocks)) {
+    if (skip_right > 0) {
+      skip(skip_right - 1);
+      skip_k();
+    }
+  }
+  begin_q();
+  int kv_block = range.end - 1;
+  const bool half = Tile::has(kHalfDiagonal) && exact_begin == kv_block &&
+                    kv_block > range.full_begin && kv_block > range.begin &&
+                    mask.kv_end(min(own_q0 + 63, mask.seqlen_q - 1)) <= kv_block * kN + kN / 2;
+  first_block(kv_block, mask, first_row, range.is_masked(kv_block), half);
+  if constexpr (Tile::has(kTrimBlocks)) {
+    if (skip_right > 0) skip_v();
+  }
+  convert_p();
+#pragma unroll
+  for (int i = 0; i < Tile::kHeadDimV / 2; ++i) o[i] = 0.f;
+  --kv_block;
+
+  if constexpr (Tile::has(kHalfDiagonal)) {
+    if (half) {
+      consume_block<false, true>(kv_block, mask, first_row, false, work_slot);
+      --kv_block;
+    }
+  }
+  // Masked blocks on the right, full blocks, masked blocks on the left.
+  for (int exact_end = exact_begin;; exact_end = range.begin) {
+#pragma unroll 1
+    for (; kv_block >= exact_end; --kv_block) {
+      consume_block<true, false>(kv_block, mask, first_row, range.is_masked(kv_block), work_slot);
+    }
+    if (kv_block < range.begin) break;
+#pragma unroll 1
+    for (; kv_block >= range.full_begin; --kv_block) {
+      consume_block<false, false>(kv_block, mask, first_row, false, work_slot);
+    }
+  }
+  if constexpr (!Tile::has(kQInRegisters) && !Tile::has(kOutOverQ)) release_q();
+
+  smem.v_ring().wait_full(v_at);
+  issue_pv<kStepsPV>();
+  rows.sum[0] = quad_sum(rows.sum[0]);
+  rows.sum[1] = quad_sum(rows.sum[1]);
+  wait_pv();
+  release_v();
+  if constexpr (Tile::has(kTrimBlocks)) skip(skip_left);
+  store_tile(work);
+}
+
+}  // namespace flash_cuda::sm90

@@ -1,0 +1,105 @@
+// Tensor maps, order of tiles and launch of the forward kernel.
+#pragma once
+
+#include "common/launch.h"
+#include "common/tensor_map.h"
+#include "sm90/fwd.h"
+#include "sm90/fwd_store.cuh"
+#include "sm90/tile_counter.h"
+
+namespace flash_cuda::sm90 {
+
+// A tensor of `rows` x heads x batch as the copy engine sees it; see RowMap.
+struct MapSource {
+  const void* base;
+  Stride stride;
+  int columns;   // of the tensor
+  int64_t rows;  // of a batch, or of the packed tensor
+  int heads, batch;
+};
+
+inline RowMap row_map(const MapSource& t, bool packed, bool clipped) {
+  RowMap map;
+  map.clipped = packed || clipped;
+  map.extent = static_cast<int>(t.rows);
+  map.batch_rows = packed ? 0 : static_cast<int>(t.stride.batch / t.stride.row);
+  return map;
+}
+
+inline CUtensorMap tensor_map(const MapSource& t, const RowMap& rows, int box_columns, int box_rows,
+                              DType dtype) {
+  TensorMapShape shape{};
+  if (rows.clipped) {
+    const int64_t last = int64_t(rows.batch_rows) * (rows.batch_rows ? t.batch - 1 : 0);
+    shape.base = static_cast<const char*>(t.base) - t.rows * t.stride.row * 2;
+    shape.dims[2] = last + t.rows + 1;
+    shape.dims[3] = t.heads;
+    shape.strides[1] = t.stride.row;
+    shape.strides[2] = t.stride.head;
+  } else {
+    shape.base = t.base;
+    shape.dims[2] = t.heads;
+    shape.dims[3] = t.batch;
+    shape.strides[1] = t.stride.head;
+    shape.strides[2] = t.stride.batch;
+  }
+  shape.dims[0] = t.columns;
+  shape.dims[1] = t.rows;
+  shape.strides[0] = t.stride.row;
+  shape.box[0] = box_columns;
+  shape.box[1] = box_rows;
+  shape.box[2] = shape.box[3] = 1;
+  shape.swizzle_bytes = box_columns * 2;
+  return make_tensor_map(shape, dtype);
+}
+
+// (batch, head) pairs whose K and V together stay well inside the L2 cache, whole groups.
+inline int heads_section(const FwdParams& p) {
+  constexpr double kBytes = 32e6;
+  const double kv_head = double(p.seqlen_kv) * (p.head_dim + p.head_dim_v) * 2;
+  const int kv_pairs = p.batch * p.num_heads_kv;
+  int section = 1;
+  while (section * 2 * kv_head <= kBytes && section < kv_pairs) section *= 2;
+  return min_of(section, kv_pairs) * (p.num_heads_q / p.num_heads_kv);
+}
+
+template <class Tile>
+FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
+  FwdArgs args;
+  args.params = p;
+  const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
+  const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q;
+  const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv;
+  const MapSource q{p.q, p.q_stride, p.head_dim, rows_q, p.num_heads_q, p.batch};
+  const MapSource k{p.k, p.k_stride, p.head_dim, rows_kv, p.num_heads_kv, p.batch};
+  const MapSource v{p.v, p.v_stride, p.head_dim_v, rows_kv, p.num_heads_kv, p.batch};
+  const MapSource out{p.out, p.out_stride, p.head_dim_v, rows_q, p.num_heads_q, p.batch};
+
+  FwdSchedule& s = args.schedule;
+  s.q_rows = row_map(q, packed_q, p.seqused_q);
+  s.kv_rows = row_map(k, packed_kv, p.seqused_k || p.leftpad_k);
+  s.out_rows = row_map(out, packed_q, false);
+  args.q_map = tensor_map(q, s.q_rows, Tile::kPanelCols, 64, p.dtype);
+  args.k_map = tensor_map(k, s.kv_rows, Tile::kPanelCols, Tile::kBlockKV, p.dtype);
+  args.v_map = tensor_map(v, s.kv_rows, Tile::kPanelCols, Tile::kBlockKV, p.dtype);
+  args.out_map = tensor_map(out, s.out_rows, Tile::kPanelCols, 64, p.dtype);
+
+  s.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
+  s.num_tiles = s.q_blocks * p.batch * p.num_heads_q;
+  s.section = heads_section(p);
+  s.counter = tile_counter_index(stream);
+  return args;
+}
+
+template <class Tile, DType kDType>
+void launch_tile(const FwdParams& p, cudaStream_t stream) {
+  static std::atomic<uint64_t> smem_allowed{0};
+  auto* kernel = fwd_kernel<Tile, kDType>;
+  allow_dynamic_smem(kernel, Tile::kSmemBytes, smem_allowed);
+  const FwdArgs args = make_args<Tile>(p, stream);
+  if (args.schedule.num_tiles == 0) return;
+  const int blocks = min_of(p.num_sms, args.schedule.num_tiles);
+  launch_kernel(kernel, {dim3(blocks), Tile::kThreads, Tile::kSmemBytes}, stream, args);
+}
+
+}  // namespace flash_cuda::sm90

@@ -1,0 +1,112 @@
+// Online softmax over wgmma accumulators, two rows a thread.
+//
+// Register s[4 j + e] of a lane is row (e / 2) * 8 + lane / 4 and column 8 j + 2 (lane % 4) + e % 2
+// of the warp's 16 rows. References and sums are per row; sums are per thread until the end.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/fragment.cuh"
+#include "common/mask.h"
+#include "ptx/math.h"
+
+namespace flash_cuda::sm90 {
+
+struct SoftmaxRows {
+  float reference[2];  // what is subtracted from the scaled scores, log2 units
+  float sum[2];        // of this thread's columns
+
+  __device__ __forceinline__ void reset() {
+    reference[0] = reference[1] = -INFINITY;
+    sum[0] = sum[1] = 0.f;
+  }
+};
+
+// Scores outside the keys that a row sees become -inf. `first_key` is the key of this lane's
+// column 0, `first_row` its first row.
+template <int kN>
+__device__ __forceinline__ void mask_scores(float (&s)[kN], const Mask& mask, int first_row,
+                                            int first_key) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    // Rows past the end are like the last one: they stay out of the way of the fast path.
+    const int row = min(first_row + 8 * r, mask.seqlen_q - 1);
+    const int begin = mask.kv_begin(row) - first_key, end = mask.kv_end(row) - first_key;
+#pragma unroll
+    for (int j = 0; j < kN / 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = 8 * j + e;
+        if (column >= end) s[4 * j + 2 * r + e] = -INFINITY;
+      }
+    }
+    if (begin > 0) {
+#pragma unroll
+      for (int j = 0; j < kN / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * j + e;
+          if (column < begin) s[4 * j + 2 * r + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// s becomes exp2(s * scale - reference); adds the rows' sums.
+template <int kN>
+__device__ __forceinline__ void exponentials(float (&s)[kN], float scale, float ref0, float ref1,
+                                             float& sum0, float& sum1) {
+#pragma unroll
+  for (int j = 0; j < kN / 4; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[4 * j + e] = ptx::ex2(fmaf(s[4 * j + e], scale, e < 2 ? -ref0 : -ref1));
+    }
+    sum0 += s[4 * j] + s[4 * j + 1];
+    sum1 += s[4 * j + 2] + s[4 * j + 3];
+  }
+}
+
+// Scaled maximum of the block and of what was seen before, per row.
+template <int kN>
+__device__ __forceinline__ void row_maxima(const float (&s)[kN], float scale,
+                                           const SoftmaxRows& rows, float (&maxima)[2]) {
+  float m0 = s[0], m1 = s[2];
+#pragma unroll
+  for (int j = 0; j < kN / 4; ++j) {
+    m0 = fmaxf(m0, fmaxf(s[4 * j], s[4 * j + 1]));
+    m1 = fmaxf(m1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
+  }
+  maxima[0] = fmaxf(rows.reference[0], quad_max(m0) * scale);
+  maxima[1] = fmaxf(rows.reference[1], quad_max(m1) * scale);
+}
+
+// One block of exact online softmax; o is to be multiplied by `rescale` afterwards.
+template <int kN>
+__device__ __forceinline__ void softmax_exact(float (&s)[kN], float scale, SoftmaxRows& rows,
+                                              float (&rescale)[2]) {
+  float maxima[2];
+  row_maxima(s, scale, rows, maxima);
+  // A row without keys so far has maximum -inf: subtract 0, so that its terms are exp2(-inf) = 0.
+  const float ref0 = maxima[0] == -INFINITY ? 0.f : maxima[0];
+  const float ref1 = maxima[1] == -INFINITY ? 0.f : maxima[1];
+  rescale[0] = ptx::ex2(rows.reference[0] - ref0);
+  rescale[1] = ptx::ex2(rows.reference[1] - ref1);
+  rows.reference[0] = maxima[0];
+  rows.reference[1] = maxima[1];
+  float sum0 = 0.f, sum1 = 0.f;
+  exponentials(s, scale, ref0, ref1, sum0, sum1);
+  rows.sum[0] = fmaf(rows.sum[0], rescale[0], sum0);
+  rows.sum[1] = fmaf(rows.sum[1], rescale[1], sum1);
+}
+
+template <int kN>
+__device__ __forceinline__ void scale_rows(float (&d)[kN], float factor0, float factor1) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) d[i] *= (i & 2) ? factor1 : factor0;
+}
+
+}  // namespace flash_cuda::sm90

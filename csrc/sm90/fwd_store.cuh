@@ -1,0 +1,135 @@
+// End of a tile: O is scaled, staged in shared memory and written by the copy engine; lse.
+#pragma once
+
+#include "sm90/fwd_kernel.cuh"
+#include "sm90/tile_counter.h"
+
+namespace flash_cuda::sm90 {
+
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const FwdWork& work) {
+  const FwdParams& prm = args.params;
+  const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
+  const int first_row = own_q0 + warp_row() + lane / 4;
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + 8 * r;
+    const float sum = row >= work.seqlen_q ? 0.f : rows.sum[r];
+    inverse[r] = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+    if ((lane & 3) == 0 && row < work.seqlen_q_slot) {
+      float* lse = prm.lse + work.batch * prm.lse_batch_stride + work.head * prm.lse_head_stride +
+                   work.q_row0;
+      lse[row] = sum > 0.f ? (rows.reference[r] + ptx::lg2(sum)) * 0.69314718055994531f : -INFINITY;
+    }
+  }
+  // The previous tile's copy has read the staging memory.
+  if constexpr (!Tile::has(kOutOverQ)) {
+    if (thread == 0) ptx::bulk_wait_group_read<0>();
+  }
+  ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
+  const int row = warp_row() + (lane & 15);
+#pragma unroll
+  for (int c = 0; c < Tile::kHeadDimV / 16; ++c) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      packed[i] = ptx::pack<kDType>(o[8 * c + 2 * i] * inverse[i & 1],
+                                    o[8 * c + 2 * i + 1] * inverse[i & 1]);
+    }
+    ptx::stmatrix_x4(smem.out(warpgroup) + c / kStepsPanel * (64 * kPanelBytes) +
+                         swizzled(row, c % kStepsPanel * 2 + (lane >> 4)),
+                     packed);
+  }
+  ptx::fence_proxy_async_shared();
+  ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
+  if (thread == 0) {
+    const MapRows at = args.schedule.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head,
+                                                     work.batch);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
+      ptx::tma_store_4d(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
+                        panel * Tile::kPanelCols, at.row0 + own_q0, at.c2, at.c3);
+    }
+    ptx::bulk_commit_group();
+    if constexpr (Tile::has(kOutOverQ)) {
+      // Q's memory is free again once the copy has read it.
+      ptx::bulk_wait_group_read<0>();
+      ptx::mbarrier_arrive(smem.q_empty(warpgroup));
+    }
+  }
+}
+
+// No row of the tile sees a key: zeros, straight to global memory, for Q's shared memory may already
+// hold the next tile.
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::store_empty(const FwdWork& work) {
+  const FwdParams& prm = args.params;
+  const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
+  const int num_rows = min(64, work.seqlen_q_slot - own_q0);
+  const int chunks = prm.head_dim_v / 8;
+  auto* out = static_cast<uint16_t*>(prm.out) + work.head * prm.out_stride.head +
+              (prm.cu_seqlens_q ? 0 : work.batch * prm.out_stride.batch);
+  float* lse = prm.lse + work.batch * prm.lse_batch_stride + work.head * prm.lse_head_stride;
+  for (int i = thread; i < num_rows * chunks; i += 128) {
+    const int64_t row = work.q_row0 + own_q0 + i / chunks;
+    *reinterpret_cast<uint4*>(out + row * prm.out_stride.row + i % chunks * 8) = uint4{};
+    if (i % chunks == 0) lse[row] = -INFINITY;
+  }
+}
+
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::run() {
+  if (Tile::has(kPingPong) && warpgroup == Tile::kWarpgroups - 1) {
+    ptx::named_barrier_arrive(kTurn, 256);
+  }
+  const auto ring = smem.work_ring();
+  RingPosition<kWorkSlots> at;
+  for (;; at.advance()) {
+    ring.wait_full(at);
+    FwdWork work = smem.work[at.stage];
+    work.q_block = __shfl_sync(~0u, work.q_block, 0);
+    work.seqlen_q = __shfl_sync(~0u, work.seqlen_q, 0);
+    work.seqlen_kv = __shfl_sync(~0u, work.seqlen_kv, 0);
+    if (work.q_block < 0) break;
+    run_tile(work, at.stage);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+  }
+  if (Tile::has(kPingPong) && warpgroup == 0) ptx::named_barrier_sync(kTurn, 256);
+  // The copy engine still reads this block's shared memory.
+  if (thread == 0) ptx::bulk_wait_group<0>();
+}
+
+// Zero between launches; see tile_counter.h for who uses which.
+
+static __device__ int tile_counters[kTileCounters];
+
+template <class Tile, DType kDType>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdArgs args) {
+  extern __shared__ uint8_t smem_raw[];
+  __shared__ FwdWork work[kWorkSlots];
+  const FwdSmem<Tile> smem{(ptx::smem_addr(smem_raw) + 1023) & ~1023u, work};
+  if (threadIdx.x == 0) init_barriers(smem);
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Tile::kRegistersProducer>();
+    if (threadIdx.x == 0) {
+      ptx::tma_prefetch_map(&args.q_map);
+      ptx::tma_prefetch_map(&args.k_map);
+      ptx::tma_prefetch_map(&args.v_map);
+      ptx::tma_prefetch_map(&args.out_map);
+      Loader<Tile>{smem, args}.run();
+    } else if (threadIdx.x == 32) {
+      schedule(smem, args, &tile_counters[args.schedule.counter]);
+    }
+  } else {
+    ptx::setmaxnreg_inc<Tile::kRegistersConsumer>();
+    const int thread = threadIdx.x % 128;
+    Consumer<Tile, kDType>{smem, args, warpgroup - 1, thread, thread % 32}.run();
+  }
+}
+
+}  // namespace flash_cuda::sm90

@@ -1,0 +1,66 @@
+// Tile sizes of the forward kernel and the layout of its shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace flash_cuda::sm90 {
+
+// Options of a tile. Which shapes use which: fwd_launch.cuh and docs/tuning.md.
+enum FwdOption : unsigned {
+  kQInRegisters = 1,    // Q fragments are read once a tile; its shared memory is free early
+  kOutOverQ = 2,        // O is staged in Q's shared memory, where there is no room for both
+  kTrimBlocks = 4,      // every warpgroup walks its own KV range, not the block's
+  kHalfDiagonal = 8,    // half-width GEMMs where a warpgroup sees half of its first KV block
+  kPingPong = 16,       // warpgroups take turns at issuing GEMMs
+  kPairMulticast = 32,  // two blocks of a cluster share K and V
+};
+
+// A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
+template <int kHeadDim_, int kHeadDimV_, int kBlockKV_, int kWarpgroups_, int kStages_,
+          unsigned kOptions_ = 0>
+struct FwdTile {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockKV = kBlockKV_;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kStages = kStages_;
+  static constexpr unsigned kOptions = kOptions_;
+  FLASH_CUDA_HOST_DEVICE static constexpr bool has(FwdOption option) {
+    return (kOptions & option) != 0;
+  }
+
+  static constexpr int kBlockQ = 64 * kWarpgroups;
+  static constexpr int kThreads = 128 * (1 + kWarpgroups);
+  // The budgets add up to what a block of kThreads owns at entry (504 or 512 a lane of four warps).
+  static constexpr int kRegistersConsumer = kWarpgroups == 2 ? 240 : 160;
+  static constexpr int kRegistersProducer = kWarpgroups == 2 ? 24 : 32;
+
+  // A row of a panel is one swizzle width: 64 columns, or 32 where 64 does not divide the head dim.
+  static constexpr int kPanelBytes = kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 ? 128 : 64;
+  static constexpr int kPanelCols = kPanelBytes / 2;
+  static constexpr int kPanelsQK = kHeadDim / kPanelCols;
+  static constexpr int kPanelsV = kHeadDimV / kPanelCols;
+
+  static constexpr int kQSliceBytes = 64 * kHeadDim * 2;     // of one warpgroup
+  static constexpr int kOutSliceBytes = 64 * kHeadDimV * 2;  // of one warpgroup
+  static constexpr int kStageBytesK = kBlockKV * kHeadDim * 2;
+  static constexpr int kStageBytesV = kBlockKV * kHeadDimV * 2;
+
+  // Offsets from a base aligned to 1024 bytes.
+  static constexpr int kSmemQ = 0;
+  static constexpr int kSmemOut = has(kOutOverQ) ? 0 : kQSliceBytes * kWarpgroups;
+  static constexpr int kSmemK = kQSliceBytes * kWarpgroups +
+                                (has(kOutOverQ) ? 0 : kOutSliceBytes * kWarpgroups);
+  static constexpr int kSmemV = kSmemK + kStages * kStageBytesK;
+  static constexpr int kSmemBarriers = kSmemV + kStages * kStageBytesV;
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kSmemBytes = kSmemBarriers + kBarrierBytes + 1024;
+
+  static_assert(kSmemBytes <= 232448, "more shared memory than a block can have");
+  static_assert(kHeadDimV <= kHeadDim || !has(kOutOverQ), "O does not fit over Q");
+  static_assert(kBlockKV % 16 == 0 && (kBlockKV * kPanelBytes) % 1024 == 0, "panels are aligned");
+};
+
+}  // namespace flash_cuda::sm90
