@@ -1,0 +1,221 @@
+"""Benchmarks: `python -m bench.run --suite train --json out.json --plot out/`.
+
+Every result is checked against a float32 reference before it is timed, backends take turns on the
+same tensors, and a matrix product and a copy measured in the same run are the ceiling. Without a
+GPU the suite `cpu` runs. `--list` shows the suites and the backends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import site
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import table
+from .backends import Backend, all_backends
+from .cases import PASSES, Suite, load_suites
+from .progress import Progress
+from .runner import Settings, run_suites
+from .warm import warm_up
+
+RESULTS = Path(__file__).with_name("results")
+EXIT_WRONG, EXIT_DEVICE_LOST = 1, 3
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--suite", default="smoke", help="name, or several with commas (default: smoke)")
+    add("--backends", help="names with commas, or `all` (default: those of the suite)")
+    add("--filter", default="", metavar="REGEX", help="only cases whose label matches")
+    add("--passes", help="only these, of fwd, bwd, fwd+bwd, with commas")
+    add("--json", type=Path, metavar="FILE", help="write the report here")
+    add("--plot", type=Path, metavar="DIR", help="write charts here, PNG and SVG")
+    add("--html", type=Path, metavar="FILE", help="write a page with tables and charts here")
+    add("--save", action="store_true", help="write bench/results/<card>/<date>.json")
+    add(
+        "--soak", type=float, default=0.0, metavar="SECONDS", help="also back to back, each so long"
+    )
+    add("--rounds", type=int, help="samples of each (default 15, on a CPU 7)")
+    add(
+        "--budget-seconds",
+        type=float,
+        help="fewer rounds, then fewer cases (default: none, CPU 90)",
+    )
+    add("--timer", choices=["events", "graph"], help="instead of the suite's")
+    add("--site", action="append", default=[], metavar="DIR", help="folder with more packages")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if there")
+    add("--no-warm", action="store_true", help="no compiling of peers in parallel beforehand")
+    add("--no-derived", action="store_true", help="no stand-in for an absent FlashAttention-3")
+    add("--seed", type=int, default=0)
+    add("--list", action="store_true", help="show suites and backends, run nothing")
+    return parser.parse_args(argv)
+
+
+def add_sites(folders: list[str]) -> None:
+    """Makes packages of other folders importable; their .pth files are read too."""
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise SystemExit(f"--site {folder}: no such folder")
+        site.addsitedir(folder)
+
+
+def select_cases(suite: Suite, pattern: str, passes: str | None = None) -> Suite:
+    """The cases whose label matches, with the passes that are wanted."""
+    cases = [case for case in suite.cases if re.search(pattern, case.label)]
+    if passes:
+        wanted = passes.split(",")
+        unknown = set(wanted) - set(PASSES)
+        if unknown:
+            raise SystemExit(f"--passes {passes}: unknown {sorted(unknown)}; there are {PASSES}")
+        # A suite with gradients can time any pass.
+        kept = [
+            (case, tuple(p for p in PASSES if p in wanted and (p == "fwd" or case.needs_backward)))
+            for case in cases
+        ]
+        cases = [replace(case, passes=names) for case, names in kept if names]
+    return replace(suite, cases=tuple(cases))
+
+
+def choose_suites(args: argparse.Namespace, device: torch.device) -> list[Suite]:
+    """The suites asked for; on a machine without a GPU the cpu suite instead."""
+    known = load_suites()
+    names = args.suite.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"--suite {args.suite}: unknown {unknown}; there are {', '.join(known)}")
+    suites = [known[name] for name in names]
+    if device.type == "cpu":
+        for suite in suites:
+            if suite.device == "cuda":
+                size = f"{len(suite.cases)} cases"
+                print(f"needs a CUDA GPU: suite {suite.name} ({size}: {suite.description})")
+        suites = [s for s in suites if s.device == "cpu"]
+        if not suites:
+            print("no CUDA GPU is visible: running the suite cpu instead\n")
+            return [select_cases(known["cpu"], "", args.passes)]
+    elif any(suite.device == "cpu" for suite in suites):
+        raise SystemExit("the suite cpu runs with --device cpu")
+    chosen = [select_cases(suite, args.filter, args.passes) for suite in suites]
+    if not any(suite.cases for suite in chosen):
+        raise SystemExit(f"--filter {args.filter!r} leaves no case")
+    return chosen
+
+
+def choose_backends(
+    names: str | None, suites: list[Suite], device: torch.device
+) -> tuple[list[Backend], dict[str, str]]:
+    """Those that are present, and name and reason of those that are not."""
+    known = all_backends()
+    if names == "all":
+        wanted = list(known)
+    elif names:
+        wanted = names.split(",")
+    else:
+        wanted = list(dict.fromkeys(name for suite in suites for name in suite.backends))
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise SystemExit(f"--backends: unknown {unknown}; there are {', '.join(known)}")
+    absent = {name: known[name].missing(device) for name in wanted}
+    reasons = {name: reason for name, reason in absent.items() if reason}
+    return [known[name] for name in wanted if name not in reasons], reasons
+
+
+def show_list(device: torch.device) -> None:
+    """Suites and backends."""
+    print("suites:")
+    for suite in load_suites().values():
+        print(
+            f"  {suite.name:14} {len(suite.cases):3} cases on {suite.device}: {suite.description}"
+        )
+    print("backends:")
+    for name, backend in all_backends().items():
+        reason = backend.missing(device)
+        print(f"  {name:18} {'absent: ' + reason if reason else backend.version()}")
+
+
+def write_outputs(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """JSON, charts, page."""
+    targets = [args.json] if args.json else []
+    if args.save:
+        facts = report["machine"]
+        targets.append(RESULTS / facts["card"] / f"{facts['date']}.json")
+    for path in targets:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"report: {path}")
+    if args.plot or args.html:
+        from . import html, plot
+
+        if args.plot:
+            for line in plot.draw_all(report, args.plot):
+                print(line)
+        if args.html:
+            args.html.parent.mkdir(parents=True, exist_ok=True)
+            args.html.write_text(html.page([report]))
+            print(f"page: {args.html}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 if flash_cuda was wrong or failed, 3 if the device was lost."""
+    args = parse_args(argv)
+    add_sites(args.site)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit("--device cuda: no CUDA GPU is visible to torch")
+        device = torch.device("cuda", torch.cuda.current_device())
+    if args.list:
+        show_list(device)
+        return 0
+    on_cpu = device.type == "cpu"
+    suites = choose_suites(args, device)
+    backends, absent = choose_backends(args.backends, suites, device)
+    for name, reason in absent.items():
+        print(f"absent: {name}: {reason}")
+    if not backends:
+        raise SystemExit("no backend is left")
+    if not on_cpu and not args.no_warm:
+        names = [backend.name for backend in backends]
+        warm_up([s.name for s in suites], names, args.filter, args.site, print)
+    settings = Settings(
+        device,
+        rounds=args.rounds or (7 if on_cpu else 15),
+        warmup=1 if on_cpu else 3,
+        budget_seconds=args.budget_seconds or (90.0 if on_cpu else 0.0),
+        soak_seconds=args.soak,
+        timer=args.timer,
+        seed=args.seed,
+        derive=not args.no_derived,
+    )
+    progress = Progress()
+    try:
+        report = run_suites(suites, backends, absent, settings, progress.update)
+    finally:
+        progress.close()
+    table.show(report)
+    write_outputs(report, args)
+    if report["device_lost"]:
+        return EXIT_DEVICE_LOST
+    faults = [
+        e
+        for e in report["results"]
+        if e["backend"].startswith("flash_cuda") and e["status"] in ("wrong", "failed")
+    ]
+    return EXIT_WRONG if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
