@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import FunctionCtx
 
 from flash_cuda import _C, _engine
+from flash_cuda.override import use_kernel
 
 Options = dict[str, Any]
 OutLse = tuple[Tensor, Tensor]
@@ -75,6 +77,7 @@ class _State(FunctionCtx):
     names: tuple[str, ...]
     options: Options
     deterministic: bool
+    kernel: str
 
 
 class Attention(torch.autograd.Function):
@@ -98,6 +101,7 @@ class Attention(torch.autograd.Function):
         ctx.names = names
         ctx.options = {n: value for n, value in options.items() if n not in names}
         ctx.deterministic = deterministic
+        ctx.kernel = "" if torch.compiler.is_dynamo_compiling() else _C.override_name()
         ctx.set_materialize_grads(False)  # a loss that ignores lse should not pay for it
         return out, lse
 
@@ -122,7 +126,7 @@ class Attention(torch.autograd.Function):
         wanted = sum(1 << bit for bit, need in enumerate(needs) if need)
         options = {n: value for n, value in options.items() if n in _BWD_OPTIONS}
         options.update(bias=bias, sink=sink, deterministic=ctx.deterministic, wanted=wanted)
-        grads = _bwd_without_grad(dout, dlse, q, k, v, out, lse, options)
+        grads = _bwd_by_kernel(ctx.kernel, (dout, dlse, q, k, v, out, lse), options)
         return (None, None, *_as_inputs(grads, needs, bias, sink))
 
 
@@ -158,15 +162,25 @@ def _fwd_without_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> OutL
         return FWD(q, k, v, **options)  # type: ignore[no-any-return]
 
 
-def _bwd_without_grad(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    options: Options,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    # With create_graph=True gradients stay on here, and the op's own kernel has to see the call.
-    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
-        return BWD(dout, dlse, q, k, v, out, lse, **options)  # type: ignore[no-any-return]
-    with _below_autograd():
-        return BWD(dout, dlse, q, k, v, out, lse, **options)  # type: ignore[no-any-return]
+def _bwd_by_kernel(
+    kernel: str, tensors: tuple[Tensor | None, ...], options: Options
+) -> tuple[Tensor, ...]:
+    """Calls `bwd` under the override that the forward call ran under.
+
+    Gradients of CUDA tensors are computed in a thread of their own, which knows of no override.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return BWD(*tensors, **options)  # type: ignore[no-any-return]
+    try:
+        with use_kernel(kernel) if kernel else nullcontext():
+            # With create_graph=True gradients stay on, and the op's own Autograd kernel has to see
+            # the call.
+            if torch.is_grad_enabled():
+                return BWD(*tensors, **options)  # type: ignore[no-any-return]
+            with _below_autograd():
+                return BWD(*tensors, **options)  # type: ignore[no-any-return]
+    except ValueError as error:
+        _engine.raise_as_refused(error)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -187,6 +201,19 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
+def _apply_at_this_level(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply` for an Autograd kernel.
+
+    `apply` itself turns away every call inside a functorch transform. By the time an Autograd
+    kernel runs, functorch has peeled off the level that wants this gradient, and a plain apply is
+    right also below vmap.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def _wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -199,7 +226,7 @@ def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
     if _wants_grad(q, k, v, bias, sink, options.get("qv")):
         _refuse_untracked(options)
         deterministic = torch.are_deterministic_algorithms_enabled() or _scope.deterministic
-        return Attention.apply(deterministic, options, q, k, v, bias, sink)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply_at_this_level(Attention, deterministic, options, q, k, v, bias, sink)  # type: ignore[no-any-return]
     with _below_autograd():
         return FWD(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -216,7 +243,7 @@ def _refuse_untracked(options: Options) -> None:
 
 def _bwd_autograd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     if _wants_grad(*(a for a in args if isinstance(a, Tensor))):
-        return _OnceDifferentiable.apply(BWD, kwargs, *args)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply_at_this_level(_OnceDifferentiable, BWD, kwargs, *args)  # type: ignore[no-any-return]
     with _below_autograd():
         return BWD(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -252,7 +279,7 @@ class _Combine(torch.autograd.Function):
 def _combine_autograd(out_partial: Tensor, lse_partial: Tensor, *args: Any, **kwargs: Any) -> OutLse:
     options = {**dict(zip(("dtype",), args)), **kwargs}  # noqa: B905
     if _wants_grad(out_partial, lse_partial):
-        return _Combine.apply(options, out_partial, lse_partial)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply_at_this_level(_Combine, options, out_partial, lse_partial)  # type: ignore[no-any-return]
     with _below_autograd():
         return COMBINE(out_partial, lse_partial, **options)  # type: ignore[no-any-return]
 
@@ -305,10 +332,8 @@ def attention_forward(
             with _below_autograd():
                 return FWD(q, k, v, **options)  # type: ignore[no-any-return]
         return _apply(q, k, v, options, deterministic)
-    except ValueError:
-        # On CUDA the op throws one kind of error; the checks know which kind it should be.
-        _engine.check_fwd(q, k, v, options)
-        raise
+    except ValueError as error:
+        _engine.raise_as_refused(error)
 
 
 def kv_append(
@@ -318,9 +343,8 @@ def kv_append(
     options = {name: value for name, value in options.items() if value is not None}
     try:
         KV_APPEND(k_cache, v_cache, k, v, seqlens, **options)
-    except ValueError:
-        _engine.check_kv_append(k_cache, v_cache, k, v, seqlens, options)
-        raise
+    except ValueError as error:
+        _engine.raise_as_refused(error)
 
 
 def _apply(q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool) -> OutLse:

@@ -111,6 +111,9 @@ def fwd_options(
     Short on purpose: each argument that is passed costs host time at every call.
     """
     options = {name: value for name, value in rest.items() if value is not None}
+    for name in ("sink", "alibi_slopes"):
+        if name in options:
+            options[name] = _as_statistic(options[name], q)
     left, right = window_ends(causal, window)
     if left != -1:
         options["window_left"] = left
@@ -134,6 +137,12 @@ def fwd_options(
         options["dropout_p"] = dropout_p
         options["rng_state"] = draw_rng_state(dropout_p, q.device)
     return options
+
+
+def _as_statistic(tensor: Tensor, q: Tensor) -> Tensor:
+    """Casts a parameter that models keep in 16 bits to the type that logits are formed in."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @overload
@@ -204,11 +213,12 @@ def attention(
         softmax_scale: ``None`` is ``head_dim ** -0.5``, with `qv`
             ``(head_dim + head_dim_v) ** -0.5``.
         softcap: bounds the scaled logits; 0 is off.
-        alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds
+        alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)``; adds
             ``-slope * abs(i + seqlen_kv - seqlen_q - j)``.
         bias: ``(batch or 1, num_heads_q or 1, seqlen_q or 1, seqlen_kv)``, q's dtype or float32,
             added after softcap and ALiBi.
-        sink: ``(num_heads_q,)``; one more logit a head, unscaled, that has no value.
+        sink: ``(num_heads_q,)``, any float dtype; one more logit a head, unscaled, that has no
+            value.
         attention_chunk: a query at position p sees only the keys of its chunk
             ``[p // c * c, p // c * c + c)``; 0 is off.
         top_left: masks and ALiBi take ``i`` itself as the place of query ``i``.
