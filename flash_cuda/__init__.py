@@ -12,6 +12,7 @@ The names that begin with ``flash_attn`` are FlashAttention's.
 import torch  # noqa: F401  its libraries must be loaded before _C
 
 from flash_cuda import _fake, _vmap  # noqa: F401  they register themselves
+from flash_cuda.explain import Explanation, explain, supported
 from flash_cuda.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -23,13 +24,16 @@ from flash_cuda.flash_attn import (
 from flash_cuda.interface import attention, attention_decode, attention_varlen
 from flash_cuda.kvcache import flash_attn_with_kvcache
 from flash_cuda.merge import merge
+from flash_cuda.override import use_kernel
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Explanation",
     "attention",
     "attention_decode",
     "attention_varlen",
+    "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -38,4 +42,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "merge",
+    "supported",
+    "use_kernel",
 ]

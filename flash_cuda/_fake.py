@@ -27,12 +27,9 @@ def _accumulate_dtype(q: Tensor) -> torch.dtype:
 
 
 def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    if q.dim() == 3:
-        lse_shape = [q.shape[1], q.shape[0]]
-    else:
-        lse_shape = [q.shape[0], q.shape[2], q.shape[1]]
+    *batch, rows, heads, _ = q.shape
     out = q.new_empty([*q.shape[:-1], v.shape[-1]], dtype=_out_dtype(q))
-    return out, q.new_empty(lse_shape, dtype=_accumulate_dtype(q))
+    return out, q.new_empty([*batch, heads, rows], dtype=_accumulate_dtype(q))
 
 
 def _fake_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

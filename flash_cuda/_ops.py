@@ -31,20 +31,23 @@ from flash_cuda.override import use_kernel
 Options = dict[str, Any]
 OutLse = tuple[Tensor, Tensor]
 
-FWD = torch.ops.flash_cuda.fwd.default
-BWD = torch.ops.flash_cuda.bwd.default
-COMBINE = torch.ops.flash_cuda.combine.default
-KV_APPEND = torch.ops.flash_cuda.kv_append_.default
+FWD: Callable[..., OutLse] = torch.ops.flash_cuda.fwd.default
+BWD: Callable[..., tuple[Tensor, ...]] = torch.ops.flash_cuda.bwd.default
+COMBINE: Callable[..., OutLse] = torch.ops.flash_cuda.combine.default
+KV_APPEND: Callable[..., None] = torch.ops.flash_cuda.kv_append_.default
 
-FWD_NAMES = tuple(argument.name for argument in FWD._schema.arguments)
-BWD_NAMES = tuple(argument.name for argument in BWD._schema.arguments)
+
+def _argument_names(op: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+FWD_NAMES = _argument_names(FWD)
+BWD_NAMES = _argument_names(BWD)
 # What `bwd` knows of a forward call. Any other option (cache, pages, scales, qv) has no gradient.
 _BWD_OPTIONS = frozenset(BWD_NAMES) & frozenset(FWD_NAMES)
 # How a forward call is cut into parts changes nothing that its gradient needs to know.
 _SCHEDULE_OPTIONS = frozenset(("num_splits", "split_size", "pack_gqa"))
-_BWD_DEFAULTS = {a.name: a.default_value for a in BWD._schema.arguments if a.has_default_value()}
 _CAST_BY_AUTOCAST = ("q", "k", "v", "qv", "bias")
-
 
 
 class _DeterministicScope(threading.local):
@@ -63,7 +66,8 @@ class _DeterministicScope(threading.local):
 
 _scope = _DeterministicScope()
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_library = torch.library.Library("flash_cuda", "IMPL")  # owns what is registered below
+# Owns what is registered below.
+_library: Any = torch.library.Library("flash_cuda", "IMPL")  # type: ignore[no-untyped-call]
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ _library = torch.library.Library("flash_cuda", "IMPL")  # owns what is registere
 class _State(FunctionCtx):
     """What the backward pass finds: tensors through save_for_backward, the rest as attributes."""
 
-    saved_tensors: tuple[Tensor | None, ...]
+    saved_tensors: tuple[Any, ...]  # Tensor, or None for what was not given
     needs_input_grad: tuple[bool, ...]
     names: tuple[str, ...]
     options: Options
@@ -84,7 +88,7 @@ class Attention(torch.autograd.Function):
     """`fwd` with `bwd` as its gradient for q, k, v, bias and sink, from out and from lse."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: _State,
         deterministic: bool,
         options: Options,
@@ -97,7 +101,8 @@ class Attention(torch.autograd.Function):
         """Runs the op; `options` are its other arguments by name."""
         out, lse = _fwd_without_grad(q, k, v, {**options, "bias": bias, "sink": sink})
         names = tuple(n for n, value in options.items() if isinstance(value, Tensor))
-        ctx.save_for_backward(q, k, v, out, lse, bias, sink, *[options[n] for n in names])
+        saved: list[Any] = [q, k, v, out, lse, bias, sink, *(options[n] for n in names)]
+        ctx.save_for_backward(*saved)
         ctx.names = names
         ctx.options = {n: value for n, value in options.items() if n not in names}
         ctx.deterministic = deterministic
@@ -106,7 +111,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: _State, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments; None for those not wanted."""
@@ -114,8 +119,6 @@ class Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return nothing
         q, k, v, out, lse, bias, sink, *rest = ctx.saved_tensors
-        assert q is not None and k is not None and v is not None
-        assert out is not None and lse is not None
         options = {**ctx.options, **dict(zip(ctx.names, rest, strict=True))}
         _refuse_gradient(options)
         if dout is None:
@@ -157,9 +160,9 @@ def _refuse_gradient(options: Options) -> None:
 
 def _fwd_without_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> OutLse:
     if torch.compiler.is_dynamo_compiling():  # the guard below means nothing in a traced graph
-        return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+        return FWD(q, k, v, **options)
     with _below_autograd():
-        return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+        return FWD(q, k, v, **options)
 
 
 def _bwd_by_kernel(
@@ -170,15 +173,15 @@ def _bwd_by_kernel(
     Gradients of CUDA tensors are computed in a thread of their own, which knows of no override.
     """
     if torch.compiler.is_dynamo_compiling():
-        return BWD(*tensors, **options)  # type: ignore[no-any-return]
+        return BWD(*tensors, **options)
     try:
         with use_kernel(kernel) if kernel else nullcontext():
             # With create_graph=True gradients stay on, and the op's own Autograd kernel has to see
             # the call.
             if torch.is_grad_enabled():
-                return BWD(*tensors, **options)  # type: ignore[no-any-return]
+                return BWD(*tensors, **options)
             with _below_autograd():
-                return BWD(*tensors, **options)  # type: ignore[no-any-return]
+                return BWD(*tensors, **options)
     except ValueError as error:
         _engine.raise_as_refused(error)
 
@@ -187,7 +190,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     """An op whose results carry a graph that refuses: a second derivative must not be silent."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: FunctionCtx, call: Callable[..., tuple[Tensor, ...]], options: Options, *args: Tensor
     ) -> tuple[Tensor, ...]:
         with _below_autograd():
@@ -226,9 +229,12 @@ def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
     if _wants_grad(q, k, v, bias, sink, options.get("qv")):
         _refuse_untracked(options)
         deterministic = torch.are_deterministic_algorithms_enabled() or _scope.deterministic
-        return _apply_at_this_level(Attention, deterministic, options, q, k, v, bias, sink)  # type: ignore[no-any-return]
+        result: OutLse = _apply_at_this_level(
+            Attention, deterministic, options, q, k, v, bias, sink
+        )
+        return result
     with _below_autograd():
-        return FWD(*args, **kwargs)  # type: ignore[no-any-return]
+        return FWD(*args, **kwargs)
 
 
 def _refuse_untracked(options: Options) -> None:
@@ -243,29 +249,25 @@ def _refuse_untracked(options: Options) -> None:
 
 def _bwd_autograd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     if _wants_grad(*(a for a in args if isinstance(a, Tensor))):
-        return _apply_at_this_level(_OnceDifferentiable, BWD, kwargs, *args)  # type: ignore[no-any-return]
+        grads: tuple[Tensor, ...] = _apply_at_this_level(_OnceDifferentiable, BWD, kwargs, *args)
+        return grads
     with _below_autograd():
-        return BWD(*args, **kwargs)  # type: ignore[no-any-return]
+        return BWD(*args, **kwargs)
 
 
 class _Combine(torch.autograd.Function):
     """Gradient of `combine`: out is a mean of the parts with weights exp(lse_i - lse)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: _State, options: Options, out_partial: Tensor, lse_partial: Tensor
-    ) -> OutLse:
+    def forward(ctx: _State, options: Options, out_partial: Tensor, lse_partial: Tensor) -> OutLse:
         with _below_autograd():
             out, lse = COMBINE(out_partial, lse_partial, **options)
         ctx.save_for_backward(out_partial, lse_partial, lse)
         return out, lse
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: _State, dout: Tensor, dlse: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _State, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         out_partial, lse_partial, lse = ctx.saved_tensors
-        assert out_partial is not None and lse_partial is not None and lse is not None
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # no part has a key there: weights are 0
         weight = torch.exp(lse_partial - lse)  # (splits, B, H, S)
         # Zeroed, since a part without weight may hold anything.
@@ -276,12 +278,15 @@ class _Combine(torch.autograd.Function):
         return None, weight.transpose(-1, -2)[..., None] * dout, dlse_partial
 
 
-def _combine_autograd(out_partial: Tensor, lse_partial: Tensor, *args: Any, **kwargs: Any) -> OutLse:
+def _combine_autograd(
+    out_partial: Tensor, lse_partial: Tensor, *args: Any, **kwargs: Any
+) -> OutLse:
     options = {**dict(zip(("dtype",), args)), **kwargs}  # noqa: B905
     if _wants_grad(out_partial, lse_partial):
-        return _apply_at_this_level(_Combine, options, out_partial, lse_partial)  # type: ignore[no-any-return]
+        result: OutLse = _apply_at_this_level(_Combine, options, out_partial, lse_partial)
+        return result
     with _below_autograd():
-        return COMBINE(out_partial, lse_partial, **options)  # type: ignore[no-any-return]
+        return COMBINE(out_partial, lse_partial, **options)
 
 
 # ---- autocast ------------------------------------------------------------------------------------
@@ -305,7 +310,7 @@ def _fwd_autocast(device_type: str) -> Callable[..., OutLse]:
             if name in options:
                 options[name] = _autocast(options[name], dtype)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return FWD(**options)  # type: ignore[no-any-return]
+            return FWD(**options)
 
     return kernel
 
@@ -326,11 +331,11 @@ def attention_forward(
             return _traced_forward(q, k, v, options, deterministic)
         if torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled():
             with _scope.within(deterministic):
-                return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+                return FWD(q, k, v, **options)
         bias, sink = options.get("bias"), options.get("sink")
         if not _wants_grad(q, k, v, bias, sink, options.get("qv")):
             with _below_autograd():
-                return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+                return FWD(q, k, v, **options)
         return _apply(q, k, v, options, deterministic)
     except ValueError as error:
         _engine.raise_as_refused(error)
@@ -360,7 +365,7 @@ def _traced_forward(
 ) -> OutLse:
     # `fwd` does not carry `deterministic`, so a graph that needs it holds the autograd function.
     if not deterministic or not torch.is_grad_enabled():
-        return FWD(q, k, v, **options)  # type: ignore[no-any-return]
+        return FWD(q, k, v, **options)
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type):
         tensors = {"q": q, "k": k, "v": v, **options}

@@ -38,12 +38,10 @@ def _can_fold(call: dict[str, Any], dims: dict[str, int | None]) -> bool:
 
 
 def _fold(name: str, tensor: Tensor, dim: int | None, count: int, batch: int) -> Tensor:
-    """Returns the tensor with its batch repeated or multiplied by the vmapped dimension."""
-    if dim is None and name not in _PER_SEQUENCE:
-        if tensor.dim() < 4 and name == "alibi_slopes" and tensor.dim() == 1:
-            return tensor
-        if name == "bias" and tensor.shape[0] == 1:
-            return tensor
+    """Returns the tensor with the vmapped dimension as part of its batch."""
+    one_for_all = tensor.dim() == 1 if name == "alibi_slopes" else tensor.shape[0] == 1
+    if dim is None and name not in _PER_SEQUENCE and one_for_all:
+        return tensor  # broadcasts over the batch, of whatever size
     stacked = tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
     if name == "alibi_slopes" and stacked.dim() == 2:  # (count, heads)
         stacked = stacked[:, None].expand(count, batch, -1)
@@ -87,7 +85,7 @@ def _batched(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Re
         results = op(**folded)
         # What a backward call leaves out has one dimension and no elements.
         unfolded = tuple(
-            r.new_empty(count, 0) if r.dim() == 1 else r.unflatten(0, (count, batch))
+            r.new_empty(count, 0) if r.dim() == 1 else r.view(count, batch, *r.shape[1:])
             for r in results
         )
         return unfolded, (0,) * len(unfolded)
@@ -98,17 +96,15 @@ def _batched(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Re
 def _combine_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Result:
     call, dims = _call_of(("out_partial", "lse_partial", "dtype"), in_dims, args)
     count = info.batch_size
-    batch: int | None = None
     for name in ("out_partial", "lse_partial"):  # (splits, batch, ...): fold into dimension 1
         tensor, dim = call[name], dims[name]
         if dim is None:
             stacked = tensor.unsqueeze(1).expand(-1, count, *tensor.shape[1:])
         else:
             stacked = tensor.movedim(dim, 1)
-        batch = stacked.shape[2]
         call[name] = stacked.flatten(1, 2)
     results = _ops.COMBINE(**call)
-    return tuple(r.unflatten(0, (count, batch)) for r in results), (0, 0)
+    return tuple(r.view(count, -1, *r.shape[1:]) for r in results), (0, 0)
 
 
 def _kv_append_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Result:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.interface import Window, fwd_options
+from flash_cuda.options import Window, fwd_options
 
 # What return_attn_probs=True gives: out, lse, and None for the probabilities.
 WithProbs = tuple[Tensor, Tensor, None]

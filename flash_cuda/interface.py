@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from flash_cuda import _ops
+from flash_cuda.options import Window, fwd_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Window = tuple[int | None, int | None]
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -67,82 +66,6 @@ class DecodeOptions(ScoreOptions, total=False):
     leftpad_k: Tensor | None
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
-
-
-def window_ends(causal: bool, window: Window) -> tuple[int, int]:
-    """Returns the ends as `fwd` takes them: -1 is unlimited, and causal is a right end of 0."""
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"window must be a pair (left, right) of integers or None, got {window!r}"
-        ) from None
-    left = -1 if left is None else left
-    return left, 0 if causal else (-1 if right is None else right)
-
-
-def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
-    """Returns [seed, offset] of a new dropout mask, or None, without touching the generator.
-
-    A tensor on the device and not a number, so a CUDA graph draws a new one at each replay.
-    """
-    if dropout_p == 0.0:
-        return None
-    return torch.randint(0, 1 << 62, (2,), device=device, dtype=torch.int64)
-
-
-def fwd_options(
-    q: Tensor,
-    *,
-    causal: bool,
-    window: Window,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    pack_gqa: bool | None = None,
-    attention_chunk: int = 0,
-    num_splits: int = 0,
-    split_size: int = 0,
-    top_left: bool = False,
-    strict: bool = False,
-    **rest: Any,
-) -> dict[str, Any]:
-    """Returns the arguments of `fwd` by name, without those that have their default.
-
-    Short on purpose: each argument that is passed costs host time at every call.
-    """
-    options = {name: value for name, value in rest.items() if value is not None}
-    for name in ("sink", "alibi_slopes"):
-        if name in options:
-            options[name] = _as_statistic(options[name], q)
-    left, right = window_ends(causal, window)
-    if left != -1:
-        options["window_left"] = left
-    if right != -1:
-        options["window_right"] = right
-    if softcap:
-        options["softcap"] = softcap
-    if attention_chunk:
-        options["attention_chunk"] = attention_chunk
-    if num_splits:
-        options["num_splits"] = num_splits
-    if split_size:
-        options["split_size"] = split_size
-    if top_left:
-        options["top_left"] = True
-    if strict:
-        options["strict"] = True
-    if pack_gqa is not None:
-        options["pack_gqa"] = int(pack_gqa)
-    if dropout_p:
-        options["dropout_p"] = dropout_p
-        options["rng_state"] = draw_rng_state(dropout_p, q.device)
-    return options
-
-
-def _as_statistic(tensor: Tensor, q: Tensor) -> Tensor:
-    """Casts a parameter that models keep in 16 bits to the type that logits are formed in."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @overload

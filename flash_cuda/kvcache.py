@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_cuda import _ops
 from flash_cuda.flash_attn import last_contiguous, one_of
-from flash_cuda.interface import Window, fwd_options
+from flash_cuda.options import Window, fwd_options
 from flash_cuda.rotary import apply_rotary
 
 
@@ -99,7 +99,7 @@ def flash_attn_with_kvcache(
     table = one_of("block_table", block_table, "page_table", page_table)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lengths = _lengths(cache_seqlens, batch, q.device)
-    cache = {"block_table": table, "cache_batch_idx": cache_batch_idx}
+    cache: dict[str, Any] = {"block_table": table, "cache_batch_idx": cache_batch_idx}
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must be given together")
     if (k is None) != (v is None):
@@ -113,9 +113,7 @@ def flash_attn_with_kvcache(
             start = start - cache_leftpad
         steps = causal or any(end not in (None, -1) for end in window_size)
         where = _positions(q, start, cu_seqlens_q, steps)
-        q = apply_rotary(
-            q, rotary_cos, rotary_sin, positions=where, interleaved=rotary_interleaved
-        )
+        q = apply_rotary(q, rotary_cos, rotary_sin, positions=where, interleaved=rotary_interleaved)
         if start is lengths:
             rotary = {
                 "rotary_cos": rotary_cos,

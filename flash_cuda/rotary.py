@@ -55,9 +55,7 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> int:
         )
     half = cos.shape[1]
     if not 0 < 2 * half <= x.shape[-1]:
-        raise ValueError(
-            f"rotary_dim must be between 2 and head_dim {x.shape[-1]}, got {2 * half}"
-        )
+        raise ValueError(f"rotary_dim must be between 2 and head_dim {x.shape[-1]}, got {2 * half}")
     if cos.shape[0] == 0:
         raise ValueError("rotary_cos must hold at least one position, got 0")
     return half

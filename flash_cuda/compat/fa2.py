@@ -20,8 +20,8 @@ from flash_cuda.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     last_contiguous,
 )
-from flash_cuda.interface import fwd_options
 from flash_cuda.kvcache import flash_attn_with_kvcache
+from flash_cuda.options import fwd_options
 
 __all__ = [
     "flash_attn_func",

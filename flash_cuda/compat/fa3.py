@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops, flash_attn, kvcache
-from flash_cuda.interface import Window
+from flash_cuda.options import Window
 
 
 def flash_attn_func(
@@ -89,7 +89,7 @@ def flash_attn_qkvpacked_func(
                 "qkv must be (batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with "
                 f"num_heads_q {num_heads_q}, got {tuple(qkv.shape)}"
             )
-        q, k, v = qkv.split([num_heads_q, num_heads_kv, num_heads_kv], dim=-2)
+        q, k, v = torch.split(qkv, [num_heads_q, num_heads_kv, num_heads_kv], dim=-2)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
         attention_chunk, softcap, 1, None, deterministic, sm_margin, return_attn_probs,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_cuda import _ops, flash_attn
 from flash_cuda.compat import fa3
-from flash_cuda.interface import Window
+from flash_cuda.options import Window
 
 OutMaybeLse = tuple[Tensor, Tensor | None]
 

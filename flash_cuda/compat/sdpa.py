@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.interface import fwd_options
+from flash_cuda.options import fwd_options
 
 IMPLEMENTATION = "flash_cuda"
 
@@ -62,7 +62,9 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"query has {q.shape[-3]} heads and key {k.shape[-3]}: enable_gqa=True allows that"
         )
-    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    batch: torch.Size = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        q.shape[:-3], k.shape[:-3], v.shape[:-3]
+    )
     bias = None if attn_mask is None else _bias(attn_mask, q, k, batch)
     q, k, v = (t.expand(*batch, *t.shape[-3:]).flatten(0, -4).transpose(1, 2) for t in (q, k, v))
     options = fwd_options(
@@ -75,7 +77,8 @@ def scaled_dot_product_attention(
         bias=bias,
     )
     out, _ = _ops.attention_forward(q, k, v, options)
-    out = out.transpose(1, 2).unflatten(0, batch)
+    out = out.transpose(1, 2)
+    out = out.reshape(*batch, *out.shape[1:])
     return out[(0,) * (4 - ndim)] if ndim < 4 else out
 
 
@@ -270,7 +273,7 @@ _ATEN_KERNELS = {
 
 
 def _activate() -> _Handle:
-    library = torch.library.Library("aten", "IMPL", "CUDA")
+    library: Any = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
     for name, kernel in _ATEN_KERNELS.items():
         if hasattr(torch.ops.aten, name):  # older versions of torch lack one
             library.impl(name, kernel, "CUDA")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_cuda import _ops
-from flash_cuda.interface import fwd_options
+from flash_cuda.options import fwd_options
 
 IMPLEMENTATION = "flash_cuda"
 
@@ -31,8 +31,11 @@ def register(name: str = IMPLEMENTATION) -> None:
         ImportError: transformers is missing, or too old to register implementations with.
     """
     try:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+        from transformers import AttentionInterface  # type: ignore[import-not-found]
+        from transformers.masking_utils import (  # type: ignore[import-not-found]
+            AttentionMaskInterface,
+            flash_attention_mask,
+        )
     except ImportError as error:
         raise ImportError(
             "flash_cuda.compat.transformers needs transformers with AttentionInterface and "
@@ -117,7 +120,7 @@ def attention(
         **packed,
     )
     out, _ = _ops.attention_forward(q, k, v, options)
-    return (out.unflatten(0, (query.shape[0], -1)) if packed else out), None
+    return (out.view(query.shape[0], -1, *out.shape[1:]) if packed else out), None
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
