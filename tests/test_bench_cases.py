@@ -162,7 +162,11 @@ REFUSALS = [
     ({"softcap": False}, {"softcap": 30.0}, "no softcap"),
     ({"softcap_backward": False}, {"softcap": 30.0, "passes": ["bwd"]}, "backward with softcap"),
     ({"grouped_heads": False}, {"kv_heads": 2}, "grouped"),
-    ({"bottom_right": False}, {"seqlen": None, "seqlen_q": 2, "seqlen_kv": 9, "causal": True}, "bottom"),
+    (
+        {"bottom_right": False},
+        {"seqlen": None, "seqlen_q": 2, "seqlen_kv": 9, "causal": True},
+        "bottom",
+    ),
     ({"deterministic": False}, {"deterministic": True}, "deterministic"),
     ({"uneven_cache": False}, {"kind": "decode", "lengths": [3, 4]}, "cache lengths"),
     ({"paged": False}, {"kind": "decode", "page_size": 16}, "no pages"),

@@ -1,0 +1,376 @@
+"""What is made of results: ratios, stand-ins, tables, charts, pages, the regression gate."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import compare, cost, derived, html, plot, readme, run, table
+from bench.cases import Suite, load_suites
+from bench.progress import Progress
+
+SUITES = load_suites()
+RATES = {"fwd": 600.0, "bwd": 500.0, "fwd+bwd": 520.0}
+SPEED = {"flash_cuda": 1.1, "sdpa_cudnn": 0.8, "sdpa_flash": 0.45, "fa4": 1.0, "sdpa_math": 0.05}
+
+
+def entry_of(
+    case: Any, name: str, backend: str, noise: random.Random, slower: float
+) -> dict[str, Any]:
+    """A plausible measurement."""
+    if case.kind == "decode":
+        ms = cost.moved_bytes(case, name) / 3.5e9 / SPEED[backend]
+    else:
+        ms = cost.flops(case, name) / 1e9 / (RATES[name] * SPEED[backend])
+    ms *= slower * (1.3 if case.deterministic else 1.0)
+    samples = [ms * noise.gauss(1, 0.003) for _ in range(15)]
+    samples.sort()
+    return {
+        "suite": case.suite,
+        "key": case.key,
+        "label": case.label,
+        "pass": name,
+        "backend": backend,
+        "is_peer": backend != "flash_cuda",
+        "status": "ok",
+        "ms": samples[7],
+        "low": samples[3],
+        "high": samples[11],
+        "spread": (samples[11] - samples[3]) / samples[7],
+        "samples": 15,
+        "tflops": cost.tflops(case, name, samples[7]),
+        "tbps": cost.tbps(case, name, samples[7]),
+        "host_us": 17.0,
+        "peak_bytes": cost.score_bytes(case) * 3 if backend == "sdpa_math" else 1 << 24,
+        "timer": "events",
+        "telemetry": {"clock_mhz": 1700.0, "power_w": 650.0, "temperature_c": 60.0},
+    }
+
+
+def report_of(
+    names: list[str], seed: int = 0, slower: float = 1.0, soak: bool = False, **ours: float
+) -> dict[str, Any]:
+    """A report as run.py writes it. `slower` acts on all, `ours` by case label on flash_cuda."""
+    noise = random.Random(seed)
+    cases = [case for name in names for case in SUITES[name].cases]
+    results = []
+    for case in cases:
+        for name in case.passes:
+            for backend in SPEED:
+                if backend == "sdpa_math" and case.suite != "memory":
+                    continue
+                factor = slower
+                if backend == "flash_cuda":
+                    factor *= ours.get(f"{case.label} {name}", 1.0)
+                entry = entry_of(case, name, backend, noise, factor)
+                if soak:
+                    hot = entry["ms"] * 1.1
+                    rates = {"tflops": entry["tflops"] / 1.1, "tbps": entry["tbps"] / 1.1}
+                    entry["soak"] = {"ms": hot, "telemetry": None} | rates
+                results.append(entry)
+    report = {
+        "schema": 1,
+        "machine": {
+            "card": "H200",
+            "gpu": "NVIDIA H200",
+            "cpu": "some CPU",
+            "date": "2026-11-29",
+            "time": "12:00:00",
+            "torch": "2.11.0",
+            "flash_cuda": "0.1.0",
+            "driver": "580",
+            "cuda": "13.0",
+        },
+        "settings": {"soak_seconds": 1.0 if soak else 0.0},
+        "telemetry_source": "nvidia-smi",
+        "suites": names,
+        "cases": {case.key: case.as_dict() for case in cases},
+        "backends": {
+            "flash_cuda": {"status": "present", "version": "0.1.0"},
+            "fa4": {"status": "present", "version": "4.0.0b36"},
+            "sdpa_cudnn": {"status": "present", "version": "torch 2.11.0"},
+            "fa2": {
+                "status": "absent",
+                "reason": "ModuleNotFoundError: No module named 'flash_attn'",
+            },
+        },
+        "ceiling": [
+            {"when": w, "matmul_tflops": t / slower, "copy_tbps": 4.2}
+            for w, t in (("start", 779.0), ("middle", 684.0), ("end", 739.0))
+        ],
+        "seconds": 100.0,
+        "skipped": [],
+        "device_lost": None,
+        "results": results,
+    }
+    derived.complete(report, derive=True)
+    return json.loads(json.dumps(report))
+
+
+# ---- derived figures -------------------------------------------------------------------------
+
+
+def test_stand_in_for_fa3_is_fa4_times_the_ratio_of_the_table() -> None:
+    report = report_of(["train"])
+    cells = derived.cells(report)
+    key = next(k for k in report["cases"] if "b1 16k h8 d256 causal" in k)
+    cell = cells[key, "bwd"]
+    assert cell["fa3*"]["tflops"] == pytest.approx(cell["fa4"]["tflops"] * 472 / 378)
+    assert cell["fa3*"]["ms"] == pytest.approx(cell["fa4"]["ms"] * 378 / 472)
+    assert cell["flash_cuda"]["best_peer"] == "fa3*"
+    assert cell["flash_cuda"]["ratio"] == pytest.approx(
+        cell["fa3*"]["ms"] / cell["flash_cuda"]["ms"]
+    )
+    assert sum(e["status"] == "derived" for e in report["results"]) == 72
+
+
+def test_no_stand_in_on_other_cards_shapes_or_beside_the_real_one() -> None:
+    report = report_of(["decode", "window", "gqa", "deterministic"])
+    stand_ins = {e["key"] for e in report["results"] if e["status"] == "derived"}
+    for key in stand_ins:
+        case = report["cases"][key]
+        assert not case["deterministic"]
+        assert case["heads"] == case["kv_heads"]
+    report = report_of(["train"])
+    report["results"] = [e for e in report["results"] if e["status"] == "ok"]
+    other = copy.deepcopy(report)
+    other["machine"]["gpu"] = "NVIDIA B200"
+    assert derived.derive_fa3(other) == []
+    assert len(derived.derive_fa3(report)) == 72
+    report["results"][0]["backend"] = "fa3"
+    assert derived.derive_fa3(report) == []
+
+
+def test_share_of_the_ceiling() -> None:
+    report = report_of(["smoke"])
+    mean = (779 + 684 + 739) / 3
+    for entry in report["results"]:
+        is_decode = report["cases"][entry["key"]]["kind"] == "decode"
+        expected = entry["tbps"] / 4.2 if is_decode else entry["tflops"] / mean
+        assert entry["ceiling_pct"] == pytest.approx(100 * expected)
+
+
+# ---- text ------------------------------------------------------------------------------------
+
+
+def test_table_has_a_row_a_cell_and_says_what_went_wrong() -> None:
+    report = report_of(["smoke"], soak=True)
+    wrong = next(e for e in report["results"] if e["backend"] == "fa4" and e["pass"] == "bwd")
+    wrong |= {"status": "wrong", "reason": "dq is off by 1.0e+00, allowed 4e-02"}
+    header, rows = table.rows_of(report)
+    assert header[:3] == ["case", "pass", "flash_cuda"]
+    assert len(rows) == 9
+    assert all(len(row) == len(header) for row in rows)
+    assert sum("WRONG" in row for row in rows) == 1
+    assert all("/" in row[2] for row in rows)
+    text = table.plain(header, rows)
+    assert len({len(line) for line in text.split("\n")[1:2]}) == 1
+    notes = "\n".join(table.notes_of(report))
+    for part in ("H200", "779", "absent: fa2: Module", "dq is off", "derived: fa3*", "1700"):
+        assert part in notes
+
+
+def test_show_prints_without_rich(capsys: pytest.CaptureFixture[str]) -> None:
+    table.show(report_of(["decode"]))
+    assert "TB/s of K and V" in capsys.readouterr().out
+
+
+def test_progress_writes_lines_with_an_estimate() -> None:
+    import io
+
+    stream = io.StringIO()
+    progress = Progress(stream, period=0.0)
+    progress.update(0, 4, "first")
+    progress.update(2, 4, "third")
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "[0/4] first"
+    assert lines[1].startswith("[2/4, about ")
+
+
+# ---- charts ----------------------------------------------------------------------------------
+
+
+def test_every_chart_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.json"
+    report = report_of(["train", "decode", "deterministic", "memory"], soak=True)
+    path.write_text(json.dumps(report))
+    lines = plot.draw_all(plot.load_report(path), tmp_path / "charts")
+    assert not [line for line in lines if "no data" in line]
+    names = {p.stem for p in (tmp_path / "charts").iterdir()}
+    for name in (
+        "throughput_train_fwd",
+        "throughput_train_bwd_soaked",
+        "ratio_train",
+        "decode_bandwidth",
+        "roofline",
+        "determinism_overhead",
+        "memory_memory_d128_causal_fwd_bwd",
+    ):
+        assert name in names
+        for extension in ("png", "svg"):
+            assert (tmp_path / "charts" / f"{name}.{extension}").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("suite", sorted(SUITES))
+def test_page_of_every_suite(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if suite not in ("smoke", "cpu"):  # the charts are the test above
+        monkeypatch.setattr(html, "CHARTS", ())
+    page = html.page([report_of([suite])])
+    assert page.count("<tr>") == 1 + sum(len(case.passes) for case in SUITES[suite].cases)
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_without_matplotlib_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise ImportError("no matplotlib")
+
+    monkeypatch.setattr(plot, "pyplot", absent)
+    monkeypatch.setattr(html, "pyplot", absent)
+    report = report_of(["smoke"])
+    assert plot.draw_all(report, tmp_path) == [plot.NO_MATPLOTLIB]
+    assert "matplotlib is not installed" in html.page([report])
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match="not a report"):
+        plot.load_report(path)
+    path.write_text("{")
+    with pytest.raises(SystemExit, match=r"x\.json"):
+        plot.load_report(path)
+
+
+# ---- the regression gate ---------------------------------------------------------------------
+
+
+def gate(tmp_path: Path, before: dict[str, Any], after: dict[str, Any], *more: str) -> int:
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, report in zip(paths, (before, after), strict=True):
+        path.write_text(json.dumps(report))
+    return compare.main([*map(str, paths), *more])
+
+
+def test_gate_passes_noise_and_a_slower_clock(tmp_path: Path) -> None:
+    before = report_of(["train"], seed=1)
+    assert gate(tmp_path, before, report_of(["train"], seed=2)) == 0
+    slower = report_of(["train"], seed=2, slower=1.1)
+    assert gate(tmp_path, before, slower) == 0
+    assert gate(tmp_path, before, slower, "--absolute") == 1
+    for report in (before, slower):  # without peers the matrix product tells the drift
+        report["results"] = [e for e in report["results"] if not e["is_peer"]]
+    assert gate(tmp_path, before, slower) == 0
+
+
+def test_gate_finds_one_slower_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    label = "b4 4k h32 d64 full"
+    after = report_of(["train"], seed=2, slower=0.95, **{f"{label} bwd": 1.06})
+    assert gate(tmp_path, report_of(["train"], seed=1), after) == 1
+    shown = [line for line in capsys.readouterr().out.split("\n") if line.endswith("slower")]
+    assert len(shown) == 1
+    assert label in shown[0]
+    assert "bwd" in shown[0]
+    assert gate(tmp_path, report_of(["train"], seed=1), after, "--limit", "8") == 0
+
+
+def test_gate_allows_what_is_within_a_wide_spread(tmp_path: Path) -> None:
+    before, after = report_of(["smoke"], seed=1), report_of(["smoke"], seed=2)
+    entry = next(e for e in after["results"] if e["backend"] == "flash_cuda")
+    entry["ms"] *= 1.06
+    assert gate(tmp_path, before, after) == 1
+    entry["spread"] = 0.1
+    assert gate(tmp_path, before, after) == 0
+
+
+def test_gate_finds_what_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = report_of(["smoke"], seed=1), report_of(["smoke"], seed=2)
+    entry = next(e for e in after["results"] if e["backend"] == "flash_cuda")
+    entry |= {"status": "wrong", "reason": "out is off"}
+    assert gate(tmp_path, before, after) == 1
+    assert "broken: smoke: b4 4k h32 d64 full | fwd | flash_cuda: wrong: out is off" in (
+        capsys.readouterr().out
+    )
+
+
+def test_gate_compares_runs_of_different_size_but_not_of_different_cards(tmp_path: Path) -> None:
+    before, after = report_of(["smoke", "train"], seed=1), report_of(["smoke"], seed=2)
+    assert gate(tmp_path, before, after) == 0
+    after["machine"]["card"] = "B200"
+    with pytest.raises(SystemExit, match="different cards"):
+        gate(tmp_path, before, after)
+    assert gate(tmp_path, report_of(["decode"]), report_of(["smoke"])) == 1
+
+
+# ---- README ----------------------------------------------------------------------------------
+
+
+def test_readme_is_written_and_checked(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "bench" / "results" / "H200"
+    folder.mkdir(parents=True)
+    source = folder / "2026-11-29.json"
+    source.write_text(json.dumps(report_of(["smoke"])))
+    target = tmp_path / "README.md"
+    target.write_text(f"# x\n{readme.BEGIN}\nold\n{readme.END}\ntail\n")
+    arguments = [str(source), "--readme", str(target)]
+    assert readme.main([*arguments, "--check"]) == 1
+    assert readme.main(arguments) == 0
+    assert readme.main([*arguments, "--check"]) == 0
+    text = target.read_text()
+    assert text.endswith("tail\n")
+    assert "old" not in text
+    for part in ("NVIDIA H200", "2026-11-29", "| smoke | fwd | 64 | full | 1 |", "fa4 4.0.0b36"):
+        assert part in text
+    assert "](bench/results/H200/2026-11-29/throughput_smoke_fwd.png)" in text
+    assert (folder / "2026-11-29" / "throughput_smoke_fwd.png").is_file()
+    with pytest.raises(ValueError, match="markers"):
+        readme.replace_section("nothing", "x")
+
+
+# ---- the command line ------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_cpu_suite_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    small = Suite("cpu", "", "cpu", ("sdpa_math",), SUITES["cpu"].cases[:1])
+    monkeypatch.setattr(run, "load_suites", lambda: SUITES | {"cpu": small})
+    path = tmp_path / "deep" / "out.json"
+    arguments = ["--suite", "train", "--backends", "sdpa_math,fa4", "--rounds", "5"]
+    assert run.main([*arguments, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "needs a CUDA GPU: suite train (36 cases" in out
+    assert "absent: fa4: needs cuda, this is cpu" in out
+    report = plot.load_report(path)
+    assert report["suites"] == ["cpu"]
+    assert {e["status"] for e in report["results"]} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--suite", "trian"], "trian"),
+        (["--device", "cpu", "--suite", "cpu", "--backends", "fa9"], "fa9"),
+        (["--device", "cpu", "--suite", "cpu", "--filter", "nothing"], "leaves no case"),
+        (["--device", "cpu", "--suite", "cpu", "--passes", "sideways"], "sideways"),
+        (["--site", "/nowhere/at/all"], "no such folder"),
+    ],
+)
+def test_command_line_errors_are_one_line(arguments: list[str], text: str) -> None:
+    with pytest.raises(SystemExit, match=text):
+        run.main(arguments)
+
+
+def test_passes_can_be_chosen() -> None:
+    train = run.select_cases(SUITES["train"], "d128 causal", "fwd+bwd")
+    assert {case.passes for case in train.cases} == {("fwd+bwd",)}
+    assert len(train.cases) == 6
+    assert run.select_cases(SUITES["decode"], "", "bwd").cases == ()
