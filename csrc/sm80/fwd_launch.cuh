@@ -3,14 +3,12 @@
 
 #include <algorithm>
 
+#include "common/launch_kernel.h"
 #include "sm80/fwd.h"
 #include "sm80/fwd_kernel.cuh"
-#include "sm80/launch.h"
+#include "sm80/variant.h"
 
 namespace flash_cuda::sm80 {
-
-// Heads whose keys and values share this much L2 are worked on together.
-constexpr double kSectionBytes = 24e6;
 
 inline int section_of_heads(const FwdParams& p) {
   const double bytes = 2.0 * p.seqlen_kv * (p.head_dim + p.head_dim_v);
@@ -18,11 +16,6 @@ inline int section_of_heads(const FwdParams& p) {
   const int kv_heads = static_cast<int>(std::max(1.0, kSectionBytes / std::max(bytes, 1.0)));
   return static_cast<int>(std::min<int64_t>(static_cast<int64_t>(kv_heads) * group,
                                             static_cast<int64_t>(p.num_heads_q) * p.batch));
-}
-
-inline bool is_plain(const FwdParams& p) {
-  return p.softmax_scale > 0.0f && p.softcap == 0.0f && !p.alibi_slopes && !p.bias && !p.sink &&
-         p.dropout_p == 0.0f && !p.block_table && !is_unaligned(p);
 }
 
 template <class Tile, DType kDType, Variant kVariant>

@@ -8,7 +8,7 @@
 
 #include "common/params.h"
 
-namespace flash_cuda::sm80 {
+namespace flash_cuda {
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
@@ -32,14 +32,4 @@ void launch_kernel(void (*kernel)(KernelArgs...), int64_t blocks, int threads, i
   check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-// 16-byte copies need a 16-byte aligned start of every row.
-inline bool is_unaligned(const void* ptr, const Stride& s) {
-  return (reinterpret_cast<uintptr_t>(ptr) % 16 != 0) || s.batch % 8 != 0 || s.row % 8 != 0 ||
-         s.head % 8 != 0;
-}
-inline bool is_unaligned(const FwdParams& p) {
-  return is_unaligned(p.q, p.q_stride) || is_unaligned(p.k, p.k_stride) ||
-         is_unaligned(p.v, p.v_stride);
-}
-
-}  // namespace flash_cuda::sm80
+}  // namespace flash_cuda

@@ -1,0 +1,62 @@
+// What the backward passes keep between their kernels, cut out of one allocation.
+//
+// Query rows are stored in tiles of block_q rows that never straddle sequences: tile i of a dense
+// sequence b is number b * tiles_per_sequence + i, of a packed one packed_block_base(...) + i.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "common/kernel_table.h"
+#include "common/params.h"
+#include "common/scheduler.cuh"
+
+namespace flash_cuda {
+
+struct BwdWorkspace {
+  int block_q = 0, head_dim = 0;     // tile shape of dq; head_dim is the kernel's, not the tensor's
+  int tiles_per_sequence = 0;        // dense only
+  int64_t tiles = 0;                 // of one head
+  float* lse_log2 = nullptr;         // (heads, tiles * block_q): lse * log2(e), +inf: no row here
+  float* row_dot = nullptr;          // (heads, tiles * block_q): rowsum(dout * out) - dlse
+  float* dq = nullptr;               // (heads, tiles, block_q * head_dim), see ptx/red.h
+  int* turn = nullptr;               // (heads, tiles): KV blocks that have added to dq so far
+
+  FLASH_CUDA_HOST_DEVICE int tile_base(const FwdParams& p, int q_row0, int batch) const {
+    return p.cu_seqlens_q ? packed_block_base(q_row0, batch, block_q) : batch * tiles_per_sequence;
+  }
+
+  static BwdWorkspace shape(const BwdParams& p, int block_q, int head_dim) {
+    BwdWorkspace w;
+    w.block_q = block_q;
+    w.head_dim = head_dim;
+    w.tiles_per_sequence = ceil_div(p.fwd.seqlen_q, block_q);
+    w.tiles = p.fwd.cu_seqlens_q ? packed_blocks(p.fwd.total_q, p.fwd.batch, block_q)
+                                 : static_cast<int64_t>(w.tiles_per_sequence) * p.fwd.batch;
+    return w;
+  }
+  // Sets the pointers, from `base` on; returns the bytes in use.
+  size_t place(const BwdParams& p, char* base) {
+    size_t used = 0;
+    const auto take = [&](int64_t count) {
+      char* at = base + used;
+      used += (static_cast<size_t>(count) * 4 + 255) / 256 * 256;
+      return at;
+    };
+    const int64_t all = tiles * p.fwd.num_heads_q;
+    lse_log2 = reinterpret_cast<float*>(take(all * block_q));
+    row_dot = reinterpret_cast<float*>(take(all * block_q));
+    if (p.wanted & kWantDq) {
+      dq = reinterpret_cast<float*>(take(all * block_q * head_dim));
+      if (p.deterministic) turn = reinterpret_cast<int*>(take(all));
+    }
+    return used;
+  }
+};
+
+// lse_log2 and row_dot of every row, zeros in dq and turn (bwd_preprocess.cu).
+void launch_bwd_preprocess(const BwdParams& params, const BwdWorkspace& workspace,
+                           cudaStream_t stream);
+
+}  // namespace flash_cuda

@@ -1,0 +1,9 @@
+#include "sm80/bwd_launch.cuh"
+
+namespace flash_cuda::sm80 {
+
+template size_t bwd_workspace_bytes<32, 32>(const BwdParams&);
+template void launch_bwd<DType::kFloat16, 32, 32>(const BwdParams&, cudaStream_t);
+template void launch_bwd<DType::kBFloat16, 32, 32>(const BwdParams&, cudaStream_t);
+
+}  // namespace flash_cuda::sm80

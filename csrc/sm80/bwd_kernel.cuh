@@ -1,0 +1,418 @@
+// Backward attention with mma.sync and cp.async (Ampere and later).
+//
+// One thread block owns kBlockKV keys of one KV head and walks the query tiles that see them, of
+// all query heads of the group, so that dK and dV stay in registers and need no reduction. Scores
+// are computed transposed (a warp holds 16 keys x kWidthS queries): P^T and dS^T then are the left
+// operands of dV += P^T dO and dK += dS^T Q as they stand, and only dS goes through shared memory,
+// for dQ = dS K, which is added to an fp32 workspace. Query tiles are visited from last to first.
+#pragma once
+
+#include "common/bwd_workspace.h"
+#include "common/dropout.cuh"
+#include "common/kv_view.cuh"
+#include "common/mask.h"
+#include "common/scheduler.cuh"
+#include "common/score_mod.cuh"
+#include "common/softmax.cuh"
+#include "ptx/red.h"
+#include "sm80/bwd_tile.h"
+#include "sm80/tile_io.cuh"
+
+namespace flash_cuda::sm80 {
+
+template <class Tile, DType kDType, Variant kVariant>
+struct BwdBlock {
+  static constexpr bool kGeneral = kVariant == Variant::kGeneral;
+  static constexpr bool kShared = Tile::kSplitD > 1;  // P and dS operands from shared memory
+  using SmemK = SwizzledTile<Tile::kHeadDim>;         // also Q
+  using SmemV = SwizzledTile<Tile::kHeadDimV>;        // also dO
+  using SmemS = SwizzledTile<Tile::kBlockQ>;          // rows are keys
+  using Scores = MmaFragment<Tile::kWidthS>;
+  static constexpr int kStepsQ = Tile::kBlockQ / 16;
+  static constexpr int kKeyWarps = Tile::kBlockKV / 16;
+
+  const BwdParams& p;
+  const FwdParams& f;
+  const BwdWorkspace& ws;
+  const SeqInfo seq;
+  const Mask mask;
+  const int batch, kv_head, group, kv0;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int key_warp = warp % kKeyWarps, part = warp / kKeyWarps;
+  const uint32_t smem_k, smem_v, smem_stage, smem_ds, smem_p;
+  BlockRange range;
+  int tile_base;        // of this sequence in the workspace
+  bool ragged;          // this block reaches past the last key
+  int head, q_block;    // of the iteration
+  ScoreMod score_mod;
+  Dropout dropout;
+
+  MmaFragment<Tile::kWidthDk> dk[1];
+  MmaFragment<Tile::kWidthDv> dv[1];
+
+  __device__ BwdBlock(const BwdParams& params, const BwdWorkspace& workspace, const WorkTile& work,
+                      uint32_t smem)
+      : p(params),
+        f(params.fwd),
+        ws(workspace),
+        seq(seq_info_or_tail(params.fwd, work.batch)),
+        mask(Mask::make(params.fwd, seq.seqlen_q, seq.seqlen_kv)),
+        batch(work.batch),
+        kv_head(work.head),
+        group(params.fwd.num_heads_q / params.fwd.num_heads_kv),
+        kv0(work.block * Tile::kBlockKV),
+        smem_k(smem),
+        smem_v(smem_k + Tile::kBytesK),
+        smem_stage(smem_v + Tile::kBytesV),
+        smem_ds(smem_stage + Tile::kStages * Tile::kBytesStage),
+        smem_p(smem_ds + Tile::kBytesScores) {
+    range = mask.q_blocks(kv0, Tile::kBlockKV, Tile::kBlockQ);
+    tile_base = ws.tile_base(f, seq.q_row0, batch);
+    ragged = kv0 + Tile::kBlockKV > seq.seqlen_kv;
+  }
+
+  __device__ bool wants(int what) const { return (p.wanted & what) != 0; }
+
+  // ---- loads. Addresses are captured by value: see fwd_kernel.cuh.
+  template <int kRows, int kWidth>
+  __device__ void load(uint32_t smem, int rows_valid, int width, const void* tensor,
+                       const char* first_row, int64_t row_bytes) {
+    const auto address = [first_row, row_bytes](int row) { return first_row + row * row_bytes; };
+    if constexpr (kGeneral) {
+      if (f.unaligned) {
+        load_rows_unaligned<kRows, kWidth, Tile::kThreads>(smem, rows_valid, width, address);
+        return;
+      }
+    }
+    load_rows<kRows, kWidth, Tile::kThreads>(smem, rows_valid, width, tensor, address);
+  }
+  __device__ static const char* row_address(const void* tensor, const Stride& s, int batch_index,
+                                            int head_index, int64_t row) {
+    return static_cast<const char*>(tensor) +
+           2 * (batch_index * s.batch + head_index * s.head + row * s.row);
+  }
+  __device__ void load_kv() {
+    const int64_t row = seq.kv_row0 + kv0;
+    const int valid = seq.seqlen_kv - kv0;
+    load<Tile::kBlockKV, Tile::kHeadDim>(smem_k, valid, f.head_dim, f.k,
+                                         row_address(f.k, f.k_stride, seq.kv_batch, kv_head, row),
+                                         2 * f.k_stride.row);
+    load<Tile::kBlockKV, Tile::kHeadDimV>(smem_v, valid, f.head_dim_v, f.v,
+                                          row_address(f.v, f.v_stride, seq.kv_batch, kv_head, row),
+                                          2 * f.v_stride.row);
+  }
+  // Q, dO and the row statistics of a query tile.
+  __device__ void load_q_tile(int h, int block, int stage) {
+    const uint32_t smem = smem_stage + stage * Tile::kBytesStage;
+    const int q0 = block * Tile::kBlockQ, valid = seq.seqlen_q - q0;
+    const int64_t row = seq.q_row0 + q0;
+    load<Tile::kBlockQ, Tile::kHeadDim>(smem, valid, f.head_dim, f.q,
+                                        row_address(f.q, f.q_stride, seq.q_batch, h, row),
+                                        2 * f.q_stride.row);
+    load<Tile::kBlockQ, Tile::kHeadDimV>(smem + Tile::kBytesQ, valid, f.head_dim_v, p.dout,
+                                         row_address(p.dout, p.dout_stride, seq.q_batch, h, row),
+                                         2 * p.dout_stride.row);
+    constexpr int kChunks = Tile::kBlockQ / 4;  // of 16 bytes in one statistic
+    if (threadIdx.x < 2 * kChunks) {
+      const int64_t first = (h * ws.tiles + tile_base + block) * Tile::kBlockQ;
+      const bool second = threadIdx.x >= kChunks;
+      const int chunk = threadIdx.x - (second ? kChunks : 0);
+      ptx::cp_async_16(smem + Tile::kBytesQ + Tile::kBytesDo + threadIdx.x * 16,
+                       (second ? ws.row_dot : ws.lse_log2) + first + chunk * 4, true);
+    }
+  }
+
+  __device__ uint32_t stage_q(int stage) const { return smem_stage + stage * Tile::kBytesStage; }
+  __device__ uint32_t stage_do(int stage) const { return stage_q(stage) + Tile::kBytesQ; }
+  // Statistics of query columns c and c + 1 of this lane.
+  __device__ float2 stat(int stage, int which, int c) const {
+    return ptx::load_shared_f32x2(stage_do(stage) + Tile::kBytesDo +
+                                  (which * Tile::kBlockQ + part * Tile::kWidthS +
+                                   Scores::col(lane, c)) * 4);
+  }
+
+  // ---- products
+  // Keys x queries: rows of `left` (keys) times rows of `right` (queries).
+  template <class Smem, int kSteps>
+  __device__ void gemm_scores(Scores (&s)[1], uint32_t left, uint32_t right) {
+    s[0].clear();
+    const uint32_t a_base = left + Smem::lane_offset(lane) + key_warp * 16 * Smem::kRowBytes;
+    const uint32_t b_base =
+        right + Smem::lane_offset(lane) + part * Tile::kWidthS * Smem::kRowBytes;
+    warp_gemm<kDType, 1, Tile::kWidthS, kSteps>(
+        s, [&](int k, uint32_t (&a)[1][4]) { load_a_rows_m<Smem>(a[0], a_base, 0, k); },
+        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_n<Smem>(b, b_base, k, n); });
+  }
+  // acc += (16 keys x queries) (queries x head dim), the left side from registers or, where warps
+  // share keys, from shared memory.
+  template <class Smem, int kWidth>
+  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[1], const uint32_t (&regs)[kStepsQ][4],
+                                uint32_t smem_left, uint32_t right) {
+    const uint32_t a_base =
+        smem_left + SmemS::lane_offset(lane) + key_warp * 16 * SmemS::kRowBytes;
+    const uint32_t b_base = right + Smem::lane_offset(lane);
+    const int first_n = part * kWidth / 16;
+    warp_gemm<kDType, 1, kWidth, kStepsQ>(
+        acc,
+        [&](int k, uint32_t (&a)[1][4]) {
+          if constexpr (kShared) {
+            load_a_rows_m<SmemS>(a[0], a_base, 0, k);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[0][i] = regs[k][i];
+          }
+        },
+        [&](int k, int n, uint32_t (&b)[4]) {
+          if constexpr (kShared) {
+            load_b_rows_k<Smem>(b, b_base, k, first_n + n);
+          } else {
+            load_b_rows_k<Smem>(b, b_base, k, n);
+          }
+        });
+  }
+  // dQ of the tile: (queries x keys) (keys x head dim), added to the workspace.
+  __device__ void gemm_dq() {
+    constexpr int kPairs = Tile::kWidthDq / 16;
+    const int warp_m = warp % Tile::kWarpsDq, warp_n = warp / Tile::kWarpsDq;
+    MmaFragment<Tile::kWidthDq> dq[Tile::kTilesDq];
+#pragma unroll
+    for (int m = 0; m < Tile::kTilesDq; ++m) dq[m].clear();
+    const uint32_t a_base = smem_ds + SmemS::lane_offset(lane);
+    const uint32_t b_base = smem_k + SmemK::lane_offset(lane);
+    warp_gemm<kDType, Tile::kTilesDq, Tile::kWidthDq, Tile::kBlockKV / 16>(
+        dq,
+        [&](int k, uint32_t (&a)[Tile::kTilesDq][4]) {
+#pragma unroll
+          for (int m = 0; m < Tile::kTilesDq; ++m) {
+            load_a_rows_k<SmemS>(a[m], a_base, warp_m * Tile::kTilesDq + m, k);
+          }
+        },
+        [&](int k, int n, uint32_t (&b)[4]) {
+          load_b_rows_k<SmemK>(b, b_base, k, warp_n * kPairs + n);
+        });
+    const int64_t tile = head * ws.tiles + tile_base + q_block;
+    float* base = ws.dq + tile * (Tile::kBlockQ * Tile::kHeadDim);
+    if (ws.turn) wait_turn(tile);
+#pragma unroll
+    for (int m = 0; m < Tile::kTilesDq; ++m) {
+#pragma unroll
+      for (int t = 0; t < Tile::kWidthDq / 8; ++t) {
+        const int row16 = warp_m * Tile::kTilesDq + m, col8 = warp_n * (Tile::kWidthDq / 8) + t;
+        ptx::red_add_accumulator(base + (row16 * (Tile::kHeadDim / 8) + col8) * 128, lane,
+                                 dq[m].acc[t]);
+      }
+    }
+    if (ws.turn) pass_turn(tile);
+  }
+  // Deterministic order: KV blocks add to a tile in ascending order. The grid starts them in that
+  // order too, so whoever is waited for is already running.
+  __device__ void wait_turn(int64_t tile) const {
+    if (threadIdx.x == 0) {
+      const int q0 = q_block * Tile::kBlockQ;
+      const int before =
+          kv0 / Tile::kBlockKV - mask.kv_blocks(q0, Tile::kBlockQ, Tile::kBlockKV).begin;
+      while (ptx::load_acquire(ws.turn + tile) < before) __nanosleep(32);
+    }
+    __syncthreads();  // every KV block before this one has added
+  }
+  __device__ void pass_turn(int64_t tile) const {
+    __threadfence();
+    __syncthreads();  // every warp has added
+    if (threadIdx.x == 0) {
+      const int q0 = q_block * Tile::kBlockQ;
+      ptx::store_release(ws.turn + tile,
+                         kv0 / Tile::kBlockKV + 1 -
+                             mask.kv_blocks(q0, Tile::kBlockQ, Tile::kBlockKV).begin);
+    }
+  }
+
+  // ---- elementwise parts
+  __device__ int query0() const { return q_block * Tile::kBlockQ + part * Tile::kWidthS; }
+
+  __device__ void probabilities(Scores& s, Scores& slope, int stage) {
+    const int q0 = query0(), k0 = kv0 + key_warp * 16;
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int c = 0; c < Scores::kCols; ++c) {
+          const float capped = score_mod.capped(s.at(r, c));
+          slope.at(r, c) = score_mod.cap_slope(capped);
+          s.at(r, c) = capped + score_mod.added(q0 + Scores::col(lane, c),
+                                                k0 + Scores::row(lane, r));
+        }
+      }
+    }
+    if (ragged || range.is_masked(q_block)) {
+      apply_mask(s, lane, q0, [&](int row, int& begin, int& end) {
+        const int kv = k0 + row;
+        begin = mask.q_begin(kv);
+        end = kv < seq.seqlen_kv ? mask.q_end(kv) : 0;
+      });
+    }
+    const float scale_log2 = kGeneral ? kLog2e : f.softmax_scale * kLog2e;
+#pragma unroll
+    for (int c = 0; c < Scores::kCols; c += 2) {
+      const float2 lse = stat(stage, 0, c);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Rounding must not lift a probability over 1 where logits are huge.
+        s.at(r, c) = ptx::ex2(fminf(fmaf(s.at(r, c), scale_log2, -lse.x), 0.0f));
+        s.at(r, c + 1) = ptx::ex2(fminf(fmaf(s.at(r, c + 1), scale_log2, -lse.y), 0.0f));
+      }
+    }
+  }
+  // dP to dS, given P.
+  __device__ void score_gradients(Scores& dp, const Scores& s, int stage) const {
+#pragma unroll
+    for (int c = 0; c < Scores::kCols; c += 2) {
+      const float2 dot = stat(stage, 1, c);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        dp.at(r, c) = s.at(r, c) * (dp.at(r, c) - dot.x);
+        dp.at(r, c + 1) = s.at(r, c + 1) * (dp.at(r, c + 1) - dot.y);
+      }
+    }
+  }
+  // This warp's scores as rows of keys in shared memory.
+  __device__ void store_scores(uint32_t smem, const uint32_t (&a)[Scores::kTiles / 2][4]) const {
+#pragma unroll
+    for (int k = 0; k < Scores::kTiles / 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = key_warp * 16 + lane / 4 + 8 * (i & 1);
+        const int chunk = part * Tile::kWidthS / 8 + 2 * k + (i >> 1);
+        ptx::store_shared_4(smem + SmemS::offset(row, chunk) + 4 * (lane % 4), a[k][i]);
+      }
+    }
+  }
+
+  // ---- one query tile; P and dS as operands in p_regs and ds_regs
+  __device__ void scores_of_tile(int stage, uint32_t (&p_regs)[Scores::kTiles / 2][4],
+                                 uint32_t (&ds_regs)[Scores::kTiles / 2][4]) {
+    Scores s[1], dp[1];
+    gemm_scores<SmemK, Tile::kHeadDim / 16>(s, smem_k, stage_q(stage));
+    probabilities(s[0], dp[0], stage);
+    gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage));
+    score_gradients(dp[0], s[0], stage);
+#pragma unroll
+    for (int k = 0; k < Scores::kTiles / 2; ++k) {
+      accumulators_to_a<kDType>(p_regs[k], s[0], k);
+      accumulators_to_a<kDType>(ds_regs[k], dp[0], k);
+    }
+  }
+
+  __device__ void main_loop() {
+    const int blocks = range.end - range.begin, total = blocks * group;
+    load_kv();
+    head = kv_head * group;
+    q_block = range.end - 1;
+    load_q_tile(head, q_block, 0);
+    ptx::cp_async_commit();
+    for (int i = 0; i < total; ++i) {
+      const int stage = Tile::kStages == 2 ? i & 1 : 0;
+      const bool last_block = q_block == range.begin;
+      const int next_head = head + (last_block ? 1 : 0);
+      const int next_block = last_block ? range.end - 1 : q_block - 1;
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // this tile has arrived; every warp is done with the one before
+      if (Tile::kStages == 2 && i + 1 < total) {
+        load_q_tile(next_head, next_block, stage ^ 1);
+        ptx::cp_async_commit();
+      }
+      uint32_t p_regs[Scores::kTiles / 2][4], ds_regs[Scores::kTiles / 2][4];
+      scores_of_tile(stage, p_regs, ds_regs);
+      if constexpr (kShared) {
+        store_scores(smem_p, p_regs);
+        store_scores(smem_ds, ds_regs);
+        __syncthreads();  // P and dS of all warps are in place
+        gemm_gradient<SmemV>(dv, {}, smem_p, stage_do(stage));
+        gemm_gradient<SmemK>(dk, {}, smem_ds, stage_q(stage));
+      } else {
+        store_scores(smem_ds, ds_regs);
+        gemm_gradient<SmemV>(dv, p_regs, 0, stage_do(stage));
+        gemm_gradient<SmemK>(dk, ds_regs, 0, stage_q(stage));
+        __syncthreads();  // dS of all warps is in place
+      }
+      if constexpr (Tile::kStages == 1) {
+        if constexpr (kShared) __syncthreads();  // every warp is done with this tile
+        if (i + 1 < total) {
+          load_q_tile(next_head, next_block, 0);
+          ptx::cp_async_commit();
+        }
+      }
+      if (wants(kWantDq)) gemm_dq();
+      head = next_head;
+      q_block = next_block;
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the buffers of K and V are free
+  }
+
+  // ---- epilogue: rows of keys through the buffer of K or V, 16 bytes at a time
+  template <class Smem, int kWidth>
+  __device__ void store_gradient(const MmaFragment<kWidth>& acc, float scale, uint32_t smem,
+                                 void* tensor, const Stride& stride, int width) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int t = 0; t < kWidth / 8; ++t) {
+        const int row = key_warp * 16 + lane / 4 + 8 * r;
+        ptx::store_shared_4(smem + Smem::offset(row, part * kWidth / 8 + t) + 4 * (lane % 4),
+                            ptx::pack<kDType>(acc.acc[t][2 * r] * scale,
+                                              acc.acc[t][2 * r + 1] * scale));
+      }
+    }
+    __syncthreads();  // rows are complete
+    uint16_t* base = static_cast<uint16_t*>(tensor) + seq.kv_batch * stride.batch +
+                     kv_head * stride.head + (seq.kv_row0 + static_cast<int64_t>(kv0)) * stride.row;
+    constexpr int kLanes = Smem::kGroup;
+    for (int row = threadIdx.x / kLanes; row < Tile::kBlockKV; row += Tile::kThreads / kLanes) {
+      if (kv0 + row >= seq.seqlen_kv_slot) break;
+#pragma unroll
+      for (int j = 0; j < Smem::kChunks / kLanes; ++j) {
+        const int chunk = j * kLanes + threadIdx.x % kLanes;
+        if (chunk * 8 >= width) continue;
+        uint32_t v[4];
+        ptx::load_shared_16(v, smem + Smem::offset(row, chunk));
+        *reinterpret_cast<uint4*>(base + row * stride.row + chunk * 8) =
+            make_uint4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+  __device__ void store() {
+    if (wants(kWantDk)) {
+      store_gradient<SmemK>(dk[0], f.softmax_scale, smem_k, p.dk, p.dk_stride, f.head_dim);
+    }
+    if (wants(kWantDv)) {
+      store_gradient<SmemV>(dv[0], 1.0f, smem_v, p.dv, p.dv_stride, f.head_dim_v);
+    }
+  }
+};
+
+template <class Tile, DType kDType, Variant kVariant>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
+    bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ BwdWorkspace ws,
+               const __grid_constant__ DenseSchedule schedule) {
+  extern __shared__ __align__(128) char smem[];
+  const FwdParams& f = p.fwd;
+  WorkTile work;
+  if (f.cu_seqlens_k) {
+    const int blocks = gridDim.x / f.num_heads_kv;
+    const int h = blockIdx.x / blocks;
+    work = find_packed_block(f.cu_seqlens_k, f.batch, static_cast<int>(f.total_kv), Tile::kBlockKV,
+                             blockIdx.x - h * blocks);
+    work.head = h;
+  } else {
+    work = schedule.tile(blockIdx.x);
+  }
+  if (!work.valid) return;
+
+  BwdBlock<Tile, kDType, kVariant> block(p, ws, work, ptx::smem_addr(smem));
+  block.dk[0].clear();
+  block.dv[0].clear();
+  if (block.range.begin < block.range.end) block.main_loop();
+  block.store();
+}
+
+}  // namespace flash_cuda::sm80

@@ -1,0 +1,77 @@
+// The passes of a backward call: statistics and zeros, main loop, conversion of dq.
+#pragma once
+
+#include <algorithm>
+
+#include "common/bwd_postprocess.cuh"
+#include "common/launch_kernel.h"
+#include "sm80/bwd.h"
+#include "sm80/bwd_kernel.cuh"
+#include "sm80/variant.h"
+
+namespace flash_cuda::sm80 {
+
+// Calls `body` with the tile of this call.
+template <int kHeadDim, int kHeadDimV, class Body>
+void with_bwd_tile(const BwdParams& p, Body body) {
+  const auto by_size = [&](auto variant) {
+    constexpr Variant kVariant = decltype(variant)::value;
+    using Large = BwdTile<kHeadDim, kHeadDimV, true, kVariant>;
+    using Small = BwdTile<kHeadDim, kHeadDimV, false, kVariant>;
+    if constexpr (Large::kSmemBytes > Small::kSmemBytes) {
+      if (p.fwd.max_smem_per_block < kLargeSmem) return body(Small{}, variant);
+    }
+    return body(Large{}, variant);
+  };
+  if (is_plain(p)) {
+    by_size(std::integral_constant<Variant, Variant::kPlain>{});
+  } else {
+    by_size(std::integral_constant<Variant, Variant::kGeneral>{});
+  }
+}
+
+template <int kHeadDim, int kHeadDimV>
+size_t bwd_workspace_bytes(const BwdParams& p) {
+  size_t bytes = 0;
+  with_bwd_tile<kHeadDim, kHeadDimV>(p, [&](auto tile, auto) {
+    BwdWorkspace ws = BwdWorkspace::shape(p, decltype(tile)::kBlockQ, kHeadDim);
+    bytes = ws.place(p, nullptr);
+  });
+  return bytes;
+}
+
+// Queries and gradients of heads that are walked together should stay in L2.
+inline int section_of_kv_heads(const FwdParams& p) {
+  const int group = p.num_heads_q / std::max(p.num_heads_kv, 1);
+  const double bytes = 4.0 * p.seqlen_q * (p.head_dim + p.head_dim_v) * group;
+  const double heads = std::max(1.0, kSectionBytes / std::max(bytes, 1.0));
+  return static_cast<int>(std::min<double>(heads, std::max(p.num_heads_kv * p.batch, 1)));
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_bwd(const BwdParams& params, cudaStream_t stream) {
+  BwdParams p = params;
+  p.fwd.unaligned = is_unaligned(p);
+  with_bwd_tile<kHeadDim, kHeadDimV>(p, [&](auto tile, auto variant) {
+    using Tile = decltype(tile);
+    constexpr Variant kVariant = decltype(variant)::value;
+    const FwdParams& f = p.fwd;
+    BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, kHeadDim);
+    ws.place(p, static_cast<char*>(p.workspace));
+    launch_bwd_preprocess(p, ws, stream);
+
+    const DenseSchedule schedule{ceil_div(f.seqlen_kv, Tile::kBlockKV), f.num_heads_kv, f.batch,
+                                 section_of_kv_heads(f), false};
+    const int64_t blocks =
+        f.cu_seqlens_k ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
+                       : schedule.size();
+    launch_kernel(bwd_kernel<Tile, kDType, kVariant>, blocks, Tile::kThreads, Tile::kSmemBytes,
+                  stream, p, ws, schedule);
+    if (p.wanted & kWantDq) {
+      launch_kernel(bwd_postprocess_kernel<kDType>, ws.tiles * f.num_heads_q, kPostprocessThreads,
+                    0, stream, p, ws);
+    }
+  });
+}
+
+}  // namespace flash_cuda::sm80
