@@ -149,7 +149,7 @@ def draw_throughput(
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [short(n) for n in lengths])
         axis.minorticks_off()
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
         grouped = f", {group} query heads a kv head" if group > 1 else ""
         axis.set_title(
             f"head dim {head_dim}, {'causal' if causal else 'full'}{grouped}", fontsize=10
@@ -246,9 +246,9 @@ def decode_bandwidth(report: dict[str, Any]) -> Iterator[Chart]:
             copy, color="black", linewidth=0.8, linestyle=":", label="copy, read + written"
         )
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
-    axis.invert_yaxis()
+    axis.set_ylim(len(labels) - 0.4, -0.6)
     axis.set_xlabel("TB/s of K and V")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     axis.grid(alpha=0.3, axis="x")
     axis.set_title(f"decode\n{subtitle(report)}", fontsize=9)
     figure.tight_layout()
@@ -318,7 +318,7 @@ def determinism_overhead(report: dict[str, Any]) -> Iterator[Chart]:
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xticks(range(len(overhead)), list(overhead), rotation=30, ha="right", fontsize=7)
     axis.set_ylabel("extra time, %")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     axis.grid(alpha=0.3, axis="y")
     axis.set_title(f"what a deterministic backward costs\n{subtitle(report)}", fontsize=9)
     figure.tight_layout()
@@ -363,6 +363,7 @@ def memory(report: dict[str, Any]) -> Iterator[Chart]:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         axis.set_xticks(lengths, [short(n) for n in lengths])
+        axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.set(xlabel="sequence length", ylabel="MiB beyond the inputs")
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)

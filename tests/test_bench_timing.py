@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_neighbours_use_different_inputs_and_everyone_uses_all() -> None:
         contestants = [timed(device, "abcd"[i], 1.0, sets=sets) for i in range(backends)]
         interleave(contestants, device, rounds=12, warmup=0, seconds=1e9)
         places = [entry[1] for entry in device.log]
-        assert all(a != b for a, b in zip(places, places[1:], strict=False))
+        assert all(a != b for a, b in pairwise(places))
         for name in "abcd"[:backends]:
             assert {e[1] for e in device.log if e[0] == name} == set("012345"[:sets])
 
