@@ -9,6 +9,7 @@
 
 #include <array>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "api/args.h"
@@ -57,6 +58,22 @@ ScalarType scalar_type_of(py::handle dtype) {
   return ScalarType::kOther;
 }
 
+// Attribute names as interned strings: a C string would be made into one at each look.
+struct Names {
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* stride = PyUnicode_InternFromString("stride");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* device = PyUnicode_InternFromString("device");
+  PyObject* type = PyUnicode_InternFromString("type");
+  PyObject* index = PyUnicode_InternFromString("index");
+
+  py::object get(py::handle object, PyObject* name) const {
+    PyObject* value = PyObject_GetAttr(object.ptr(), name);
+    if (!value) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(value);
+  }
+};
+
 // Reads the arguments of one call in the order of the schema, and holds shapes and strides.
 class ArgReader {
  public:
@@ -77,16 +94,18 @@ class ArgReader {
     return !object || object.is_none() ? otherwise : object.cast<T>();
   }
   py::handle next(const char* name) {
-    if (next_ < args_.size()) return PyTuple_GET_ITEM(args_.ptr(), static_cast<Py_ssize_t>(next_++));
+    if (next_ < args_.size())
+      return PyTuple_GET_ITEM(args_.ptr(), static_cast<Py_ssize_t>(next_++));
     if (kwargs_.empty()) return {};
     PyObject* found = PyDict_GetItemString(kwargs_.ptr(), name);  // borrowed
     if (found) ++used_kwargs_;
     return found;
   }
   void finish() const {
-    if (next_ < args_.size() || used_kwargs_ < kwargs_.size()) {
-      throw py::type_error("arguments that the op does not have");
-    }
+    if (next_ == args_.size() && used_kwargs_ == kwargs_.size()) return;
+    const std::string names = py::str(py::list(kwargs_)).cast<std::string>();
+    throw py::type_error(join("the op has no such argument: ", args_.size() - next_,
+                              " too many by position, or one of ", names));
   }
   // Also reads where data lies: for alignment, and for the values of CPU tensors.
   bool with_data = false;
@@ -97,23 +116,30 @@ class ArgReader {
   };
 
   TensorInfo describe(const char* name, py::handle object) {
+    static const Names names;
     TensorInfo t;
     t.name = name;
     Dims& dims = dims_.at(num_tensors_++);
-    t.ndim = read(object.attr("shape"), dims.sizes, name);
-    const int num_strides = read(object.attr("stride")(), dims.strides, name);
-    if (num_strides != t.ndim) refuse_type(name, " must have a stride a dimension");
+    t.ndim = read(names.get(object, names.shape), dims.sizes, name);
+    const py::object strides =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), names.stride));
+    if (!strides) throw py::error_already_set();
+    if (read(strides, dims.strides, name) != t.ndim) {
+      refuse_type(name, " must have a stride a dimension");
+    }
     t.sizes = dims.sizes.data();
     t.strides = dims.strides.data();
-    t.dtype = scalar_type_of(object.attr("dtype"));
-    const py::object device = object.attr("device");
-    const auto type = device.attr("type").cast<std::string>();
+    t.dtype = scalar_type_of(names.get(object, names.dtype));
+    const py::object device = names.get(object, names.device);
+    const auto type = names.get(device, names.type).cast<std::string_view>();
     t.device = type == "cpu"    ? DeviceType::kCpu
                : type == "cuda" ? DeviceType::kCuda
                : type == "meta" ? DeviceType::kMeta
                                 : DeviceType::kOther;
-    const py::object index = device.attr("index");
-    t.device_index = index.is_none() ? -1 : index.cast<int>();
+    if (t.device == DeviceType::kCuda) {
+      const py::object index = names.get(device, names.index);
+      t.device_index = index.is_none() ? -1 : index.cast<int>();
+    }
     const bool has_data = t.device == DeviceType::kCpu || t.device == DeviceType::kCuda;
     if (with_data && has_data) {
       t.data = reinterpret_cast<const void*>(object.attr("data_ptr")().cast<uintptr_t>());
@@ -121,13 +147,14 @@ class ArgReader {
     return t;
   }
   static int read(const py::object& numbers, std::array<int64_t, kMaxDims>& out, const char* name) {
-    const auto tuple = py::reinterpret_borrow<py::tuple>(numbers);
-    if (!PyTuple_Check(tuple.ptr())) refuse_type(name, " must be a tensor");
-    if (tuple.size() > kMaxDims) {
-      refuse_value(name, " must have at most 4 dimensions, got ", tuple.size());
+    if (!PyTuple_Check(numbers.ptr())) refuse_type(name, " must be a tensor");
+    const Py_ssize_t count = PyTuple_GET_SIZE(numbers.ptr());
+    if (count > kMaxDims) refuse_value(name, " must have at most 5 dimensions, got ", count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      out[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(numbers.ptr(), i));
+      if (out[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
     }
-    for (size_t i = 0; i < tuple.size(); ++i) out[i] = py::handle(tuple[i]).cast<int64_t>();
-    return static_cast<int>(tuple.size());
+    return static_cast<int>(count);
   }
 
   const py::tuple& args_;
@@ -351,9 +378,12 @@ py::dict py_build_info() {
 
 PyObject* python_type(RefusalKind kind) {
   switch (kind) {
-    case RefusalKind::kType: return PyExc_TypeError;
-    case RefusalKind::kUnsupported: return PyExc_NotImplementedError;
-    case RefusalKind::kValue: break;
+    case RefusalKind::kType:
+      return PyExc_TypeError;
+    case RefusalKind::kUnsupported:
+      return PyExc_NotImplementedError;
+    case RefusalKind::kValue:
+      break;
   }
   return PyExc_ValueError;
 }
@@ -366,8 +396,8 @@ py::object py_refusal_type(const std::string& text) {
 
 int py_plan_num_splits(int64_t batch, int64_t num_heads_q, int64_t num_heads_kv, int64_t seqlen_q,
                        int64_t seqlen_kv, int block_q, int block_kv, int num_sms, bool pack_gqa) {
-  const SplitShape shape{batch,    num_heads_q,      num_heads_kv, seqlen_q, batch * seqlen_q,
-                         seqlen_kv, block_q, block_kv,     num_sms};
+  const SplitShape shape{batch,     num_heads_q, num_heads_kv, seqlen_q, batch * seqlen_q,
+                         seqlen_kv, block_q,     block_kv,     num_sms};
   return plan_num_splits(shape, pack_gqa, 128);
 }
 
@@ -409,7 +439,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("explain_fwd", &py_explain_fwd, py::arg("compute_capability"),
         "What serves fwd with the arguments that follow, as a dict with a text; on q's GPU (or "
         "the emulator) for 0, else on a typical device of that compute capability.");
-  m.def("explain_bwd", &py_explain_bwd, py::arg("compute_capability"), "Like explain_fwd, for bwd.");
+  m.def("explain_bwd", &py_explain_bwd, py::arg("compute_capability"),
+        "Like explain_fwd, for bwd.");
   m.def("plan_num_splits", &py_plan_num_splits, py::arg("batch"), py::arg("num_heads_q"),
         py::arg("num_heads_kv"), py::arg("seqlen_q"), py::arg("seqlen_kv"), py::arg("block_q"),
         py::arg("block_kv"), py::arg("num_sms"), py::arg("pack_gqa"),

@@ -51,7 +51,8 @@ constexpr const char* kFwdSchema =
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None) -> (Tensor out, Tensor lse)";
 
 // dq, dk, dv have the dtype and shape of q, k, v; dbias the shape of bias and dsink of sink, both
-// float32 (float64 for float64 inputs). All are contiguous; what `wanted` leaves out is empty, (0,).
+// float32 (float64 for float64 inputs). All are contiguous; what `wanted` leaves out is empty,
+// (0,).
 constexpr const char* kBwdSchema =
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? cu_seqlens_q=None, "
@@ -101,13 +102,20 @@ ScalarType scalar_type_of(int32_t code) {
 
 int32_t code_of(ScalarType type) {
   switch (type) {
-    case ScalarType::kFloat16: return aoti_torch_dtype_float16();
-    case ScalarType::kBFloat16: return aoti_torch_dtype_bfloat16();
-    case ScalarType::kFloat8E4M3: return aoti_torch_dtype_float8_e4m3fn();
-    case ScalarType::kFloat64: return aoti_torch_dtype_float64();
-    case ScalarType::kInt32: return aoti_torch_dtype_int32();
-    case ScalarType::kUInt8: return aoti_torch_dtype_uint8();
-    default: return aoti_torch_dtype_float32();
+    case ScalarType::kFloat16:
+      return aoti_torch_dtype_float16();
+    case ScalarType::kBFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::kFloat8E4M3:
+      return aoti_torch_dtype_float8_e4m3fn();
+    case ScalarType::kFloat64:
+      return aoti_torch_dtype_float64();
+    case ScalarType::kInt32:
+      return aoti_torch_dtype_int32();
+    case ScalarType::kUInt8:
+      return aoti_torch_dtype_uint8();
+    default:
+      return aoti_torch_dtype_float32();
   }
 }
 
@@ -146,9 +154,7 @@ class ArgReader {
  public:
   explicit ArgReader(StableIValue* stack) : next_(stack) { tensors_.reserve(32); }
 
-  TensorInfo tensor(const char* name) {
-    return keep(name, stable::detail::to<Tensor>(*next_++));
-  }
+  TensorInfo tensor(const char* name) { return keep(name, stable::detail::to<Tensor>(*next_++)); }
   TensorInfo optional_tensor(const char* name) {
     auto tensor = optional<Tensor>();
     return tensor ? keep(name, std::move(*tensor)) : TensorInfo{name};
@@ -282,6 +288,18 @@ class Buffer {
   }
   Buffer(std::initializer_list<int64_t> sizes, ScalarType type, const TensorInfo& like)
       : Buffer(sizes.begin(), static_cast<int>(sizes.size()), type, like) {}
+
+  // Without elements, but with a storage of its own: torch takes two tensors without one for
+  // aliases of each other, which results of an op must not be.
+  static Buffer empty(ScalarType type, const TensorInfo& like) {
+    Buffer one({1}, type, like);
+    const int64_t size = 0, stride = 1;
+    AtenTensorHandle handle = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch__reinterpret_tensor(one.handle_.get(), 1, &size, &stride, 0, &handle));
+    one.handle_.reset(handle);
+    return one;
+  }
 
   template <class T = void>
   T* data() const {
@@ -448,7 +466,7 @@ struct Gradients {
     dsink.zero();
   }
   static Buffer make(const BwdArgs& b, int bit, const TensorInfo& t, ScalarType type) {
-    return b.wanted & bit ? like(t, type) : Buffer({0}, type, b.fwd.q);
+    return b.wanted & bit ? like(t, type) : Buffer::empty(type, b.fwd.q);
   }
   void set_pointers(BwdParams& p) const {
     if (p.wanted & kWantDq) p.dq = dq.data();
@@ -492,8 +510,8 @@ void bwd(StableIValue* stack) {
     launch(call, place.stream);
   }
   int i = 0;
-  for (Buffer* g : {&gradients.dq, &gradients.dk, &gradients.dv, &gradients.dbias,
-                    &gradients.dsink}) {
+  for (Buffer* g :
+       {&gradients.dq, &gradients.dk, &gradients.dv, &gradients.dbias, &gradients.dsink}) {
     stack[i++] = g->release();
   }
 }

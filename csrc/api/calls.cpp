@@ -97,12 +97,17 @@ ScalarType out_dtype_of(const TensorInfo& q) {
 
 DType kernel_dtype(const TensorInfo& t) {
   switch (t.dtype) {
-    case ScalarType::kFloat16: return DType::kFloat16;
-    case ScalarType::kBFloat16: return DType::kBFloat16;
-    case ScalarType::kFloat8E4M3: return DType::kFloat8E4M3;
-    case ScalarType::kFloat32: return DType::kFloat32;
+    case ScalarType::kFloat16:
+      return DType::kFloat16;
+    case ScalarType::kBFloat16:
+      return DType::kBFloat16;
+    case ScalarType::kFloat8E4M3:
+      return DType::kFloat8E4M3;
+    case ScalarType::kFloat32:
+      return DType::kFloat32;
     default:
-      refuse_unsupported(t.name, " is ", name_of(t.dtype), ", which only CPU tensors can be; kernels "
+      refuse_unsupported(t.name, " is ", name_of(t.dtype),
+                         ", which only CPU tensors can be; kernels "
                          "take float16, bfloat16 and float8_e4m3fn");
   }
 }

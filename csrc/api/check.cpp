@@ -24,8 +24,8 @@ ScalarType statistics_dtype(const TensorInfo& q) {
 }
 
 void check_device(const TensorInfo& t, const TensorInfo& q) {
-  const bool same = t.device == q.device &&
-                    (t.device != DeviceType::kCuda || t.device_index == q.device_index);
+  const bool same =
+      t.device == q.device && (t.device != DeviceType::kCuda || t.device_index == q.device_index);
   if (t.given() && !same) {
     refuse_value(t.name, " must be on the device of ", q.name, " (", device_text(q), "), got ",
                  device_text(t));
@@ -86,14 +86,16 @@ void check_qkv_dtype(const TensorInfo& q, const TensorInfo& k, const TensorInfo&
 void check_qkv_rank(const FwdArgs& a) {
   const int q_ndim = a.cu_seqlens_q.given() ? 3 : 4;
   if (a.q.ndim != q_ndim) {
-    refuse_value("q must have shape (batch, seqlen_q, num_heads_q, head_dim), or (total_q, "
-                 "num_heads_q, head_dim) with cu_seqlens_q; got ",
-                 shape_text(a.q), a.cu_seqlens_q.given() ? " with" : " without", " cu_seqlens_q");
+    refuse_value(
+        "q must have shape (batch, seqlen_q, num_heads_q, head_dim), or (total_q, "
+        "num_heads_q, head_dim) with cu_seqlens_q; got ",
+        shape_text(a.q), a.cu_seqlens_q.given() ? " with" : " without", " cu_seqlens_q");
   }
   const int kv_ndim = a.cu_seqlens_k.given() ? 3 : 4;
   for (const TensorInfo* t : {&a.k, &a.v}) {
     if (t->ndim == kv_ndim) continue;
-    refuse_value(t->name, " must have shape (batch, seqlen_kv, num_heads_kv, head_dim), (total_kv, "
+    refuse_value(t->name,
+                 " must have shape (batch, seqlen_kv, num_heads_kv, head_dim), (total_kv, "
                  "num_heads_kv, head_dim) with cu_seqlens_k, or (pages, page_size, num_heads_kv, "
                  "head_dim) with block_table; got ",
                  shape_text(*t), a.cu_seqlens_k.given() ? " with" : " without", " cu_seqlens_k");
@@ -138,15 +140,18 @@ void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
     }
   }
   if (paged) {
-    if (packed_kv) refuse_value("block_table and cu_seqlens_k exclude each other: give the lengths "
-                                "of a paged cache as seqused_k");
+    if (packed_kv)
+      refuse_value(
+          "block_table and cu_seqlens_k exclude each other: give the lengths "
+          "of a paged cache as seqused_k");
     if (a.cache_batch_idx.given()) {
-      refuse_value("block_table and cache_batch_idx exclude each other: choose rows of block_table");
+      refuse_value(
+          "block_table and cache_batch_idx exclude each other: choose rows of block_table");
     }
     check_dtype(a.block_table, ScalarType::kInt32);
     if (a.block_table.ndim != 2 || a.block_table.size(0) != s.batch) {
-      refuse_value("block_table must have shape (batch, pages a sequence) = (", s.batch, ", ...), got ",
-                   shape_text(a.block_table));
+      refuse_value("block_table must have shape (batch, pages a sequence) = (", s.batch,
+                   ", ...), got ", shape_text(a.block_table));
     }
     check_rows_contiguous(a.block_table);
     s.num_pages = a.k.size(0);
@@ -166,8 +171,10 @@ void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
     if (a.max_seqlen_k >= 0 && a.max_seqlen_k < s.seqlen_kv) s.seqlen_kv = a.max_seqlen_k;
   } else {
     if (!a.cache_batch_idx.given() && a.k.size(0) != s.batch) {
-      refuse_value("k and v must have the batch of q (", s.batch, ") or come with cache_batch_idx, "
-                   "block_table or cu_seqlens_k; got shape ", shape_text(a.k));
+      refuse_value("k and v must have the batch of q (", s.batch,
+                   ") or come with cache_batch_idx, "
+                   "block_table or cu_seqlens_k; got shape ",
+                   shape_text(a.k));
     }
     s.seqlen_kv = a.k.size(1);
     s.total_kv = a.k.size(0) * a.k.size(1);
@@ -194,9 +201,10 @@ void check_bias(const FwdArgs& a, const Sizes& s) {
   bool fits = bias.ndim == 4 && bias.size(3) == full[3];
   for (int i = 0; fits && i < 3; ++i) fits = bias.size(i) == full[i] || bias.size(i) == 1;
   if (!fits) {
-    refuse_value("bias must have shape (batch or 1, num_heads_q or 1, seqlen_q or 1, seqlen_kv) "
-                 "with (", full[0], ", ", full[1], ", ", full[2], ", ", full[3], "), got ",
-                 shape_text(bias));
+    refuse_value(
+        "bias must have shape (batch or 1, num_heads_q or 1, seqlen_q or 1, seqlen_kv) "
+        "with (",
+        full[0], ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_text(bias));
   }
 }
 
@@ -323,7 +331,8 @@ Sizes check_bwd(const BwdArgs& b) {
     check_device(*t, a.q);
     check_dtype(*t, a.q.dtype);
     if (packed) {
-      check_shape(*t, {s.total_q, s.num_heads_q, s.head_dim_v}, "(total_q, num_heads_q, head_dim_v)");
+      check_shape(*t, {s.total_q, s.num_heads_q, s.head_dim_v},
+                  "(total_q, num_heads_q, head_dim_v)");
     } else {
       check_shape(*t, {s.batch, s.seqlen_q, s.num_heads_q, s.head_dim_v},
                   "(batch, seqlen_q, num_heads_q, head_dim_v)");
@@ -343,8 +352,10 @@ Sizes check_bwd(const BwdArgs& b) {
     refuse_value("wanted must be a sum of 1 (dq), 2 (dk), 4 (dv), 8 (dbias) and 16 (dsink), got ",
                  b.wanted);
   }
-  if ((b.wanted & 8) && !a.bias.given()) refuse_value("wanted asks for dbias, but bias is not given");
-  if ((b.wanted & 16) && !a.sink.given()) refuse_value("wanted asks for dsink, but sink is not given");
+  if ((b.wanted & 8) && !a.bias.given())
+    refuse_value("wanted asks for dbias, but bias is not given");
+  if ((b.wanted & 16) && !a.sink.given())
+    refuse_value("wanted asks for dsink, but sink is not given");
   return s;
 }
 
@@ -376,8 +387,8 @@ void check_kv_append(const KvAppendArgs& a) {
   for (const TensorInfo* t : {&a.k, &a.v, &a.k_cache, &a.v_cache}) {
     const bool cache = t == &a.k_cache || t == &a.v_cache;
     if (t->ndim != 4) {
-      refuse_value(t->name, " must have shape ", cache ? "(cache rows or pages, capacity or page_size"
-                                                       : "(batch, seqlen_new",
+      refuse_value(t->name, " must have shape ",
+                   cache ? "(cache rows or pages, capacity or page_size" : "(batch, seqlen_new",
                    ", num_heads_kv, head_dim), got ", shape_text(*t));
     }
     check_rows_contiguous(*t);
@@ -394,18 +405,20 @@ void check_kv_append(const KvAppendArgs& a) {
   int64_t capacity = a.k_cache.size(1);
   if (a.block_table.given()) {
     if (a.cache_batch_idx.given()) {
-      refuse_value("block_table and cache_batch_idx exclude each other: choose rows of block_table");
+      refuse_value(
+          "block_table and cache_batch_idx exclude each other: choose rows of block_table");
     }
     check_dtype(a.block_table, ScalarType::kInt32);
     if (a.block_table.ndim != 2 || a.block_table.size(0) != batch) {
-      refuse_value("block_table must have shape (batch, pages a sequence) = (", batch, ", ...), got ",
-                   shape_text(a.block_table));
+      refuse_value("block_table must have shape (batch, pages a sequence) = (", batch,
+                   ", ...), got ", shape_text(a.block_table));
     }
     check_rows_contiguous(a.block_table);
     capacity *= a.block_table.size(1);
   } else if (!a.cache_batch_idx.given() && a.k_cache.size(0) != batch) {
     refuse_value("k_cache must have the batch of k (", batch,
-                 ") or come with cache_batch_idx or block_table; got shape ", shape_text(a.k_cache));
+                 ") or come with cache_batch_idx or block_table; got shape ",
+                 shape_text(a.k_cache));
   }
   if (k.size(1) > capacity) {
     refuse_value("k has ", k.size(1), " new rows a sequence, more than the capacity of the cache, ",
@@ -418,8 +431,10 @@ void check_kv_append(const KvAppendArgs& a) {
   for (const TensorInfo* t : {&a.rotary_cos, &a.rotary_sin}) {
     check_dtype(*t, k.dtype);
     if (t->ndim != 2 || 2 * t->size(1) > k.size(3)) {
-      refuse_value(t->name, " must have shape (positions, rotary_dim / 2) with rotary_dim at most "
-                   "head_dim = ", k.size(3), ", got ", shape_text(*t));
+      refuse_value(t->name,
+                   " must have shape (positions, rotary_dim / 2) with rotary_dim at most "
+                   "head_dim = ",
+                   k.size(3), ", got ", shape_text(*t));
     }
     check_shape(*t, {a.rotary_cos.size(0), a.rotary_cos.size(1)}, "that of rotary_cos");
     if (t->size(0) > 1 && t->stride(0) != t->size(1)) {

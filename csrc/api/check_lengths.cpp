@@ -56,8 +56,8 @@ void check_lengths(const FwdArgs& a, const Sizes& s) {
   check_used(a.seqused_q, a.cu_seqlens_q, s.seqlen_q, s.batch);
   check_used(a.seqused_k, a.cu_seqlens_k, s.seqlen_kv, s.batch);
   for (int64_t b = 0; b < s.batch; ++b) {
-    const int64_t length = a.seqused_k.given() ? a.seqused_k.as<int>()[b]
-                                               : slot(a.cu_seqlens_k, s.seqlen_kv, b);
+    const int64_t length =
+        a.seqused_k.given() ? a.seqused_k.as<int>()[b] : slot(a.cu_seqlens_k, s.seqlen_kv, b);
     if (a.leftpad_k.given()) {
       const int pad = a.leftpad_k.as<int>()[b];
       if (pad < 0 || pad > length) {

@@ -19,9 +19,7 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
-std::string version_text(int version) {
-  return join(version / 1000, ".", version % 1000 / 10);
-}
+std::string version_text(int version) { return join(version / 1000, ".", version % 1000 / 10); }
 
 [[noreturn]] void fail(cudaError_t error) {
   int driver = 0, runtime = 0;

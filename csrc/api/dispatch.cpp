@@ -47,8 +47,7 @@ bool dims_fit(const Row& row, const FwdParams& p) {
 
 // Why no row of a folder served the call.
 template <class Rows, class Params>
-void explain_folder(const Folder& folder, const Params& params,
-                    std::vector<std::string>* reasons) {
+void explain_folder(const Folder& folder, const Params& params, std::vector<std::string>* reasons) {
   const auto* rows = Rows::begin(*folder.table);
   const int count = Rows::count(*folder.table);
   const FwdParams& shape = shape_of(params);
@@ -159,17 +158,21 @@ std::string capability_text(int compute_capability) {
 
 const char* name_of(DType dtype) {
   switch (dtype) {
-    case DType::kFloat16: return "float16";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat8E4M3: return "float8_e4m3fn";
-    case DType::kFloat32: return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3fn";
+    case DType::kFloat32:
+      return "float32";
   }
   return "another dtype";
 }
 
 DeviceInfo typical_device(int compute_capability) {
-  const DeviceInfo known[] = {{80, 108, 166912},  {86, 84, 101376},   {89, 128, 101376},
-                              {90, 132, 232448},  {100, 148, 232448}, {103, 148, 232448},
+  const DeviceInfo known[] = {{80, 108, 166912}, {86, 84, 101376},   {89, 128, 101376},
+                              {90, 132, 232448}, {100, 148, 232448}, {103, 148, 232448},
                               {120, 170, 101376}};
   for (const DeviceInfo& device : known) {
     if (device.compute_capability == compute_capability) return device;

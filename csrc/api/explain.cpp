@@ -100,17 +100,17 @@ std::vector<Change<Args>> changes(const Args& args, const Sizes& s) {
   using Near = Nearby<Args>;
   Args copy = args;
   const FwdArgs& a = fwd_of(copy);
-  const auto drop = [](TensorInfo FwdArgs::*member) {
+  const auto drop = [](TensorInfo FwdArgs::* member) {
     return [member](Near& n) { fwd_of(n.args).*member = TensorInfo{}; };
   };
-  const int64_t dim = 8 * ceil_div(s.head_dim, int64_t{8}), dim_v = 8 * ceil_div(s.head_dim_v, int64_t{8});
+  const int64_t dim = 8 * ceil_div(s.head_dim, int64_t{8}),
+                dim_v = 8 * ceil_div(s.head_dim_v, int64_t{8});
   const bool other_type = a.q.dtype != ScalarType::kBFloat16 && a.q.dtype != ScalarType::kFloat16;
   return {
       {"contiguous q, k and v", true,
        [](Near& n) { n.make_contiguous(n.sizes.head_dim, n.sizes.head_dim_v); }},
       {join("head_dim ", dim, " and head_dim_v ", dim_v, " (pad with zeros)"),
-       dim != s.head_dim || dim_v != s.head_dim_v,
-       [=](Near& n) { n.make_contiguous(dim, dim_v); }},
+       dim != s.head_dim || dim_v != s.head_dim_v, [=](Near& n) { n.make_contiguous(dim, dim_v); }},
       {"deterministic=False", deterministic(args),
        [](Near& n) { set_deterministic(n.args, false); }},
       {"num_splits=1", a.num_splits > 1 || a.split_size > 0,

@@ -11,7 +11,8 @@ namespace flash_cuda {
 
 namespace {
 
-constexpr const char* kAllowed = "sm80, sm90, sm100, cpu, emulated or emulated:ARCH (emulated:sm90)";
+constexpr const char* kAllowed =
+    "sm80, sm90, sm100, cpu, emulated or emulated:ARCH (emulated:sm90)";
 
 thread_local std::string thread_override;
 
@@ -70,11 +71,13 @@ Override parse_override(const std::string& name) {
   } else if (name.rfind(emulated + ":", 0) == 0) {
     result.kind = Override::Kind::kEmulated;
     result.arch = arch_of(name.substr(emulated.size() + 1));
-    if (result.arch == 0) refuse_value("the kernel override must be ", kAllowed, ", got '", name, "'");
+    if (result.arch == 0)
+      refuse_value("the kernel override must be ", kAllowed, ", got '", name, "'");
   } else {
     result.kind = Override::Kind::kArch;
     result.arch = arch_of(name);
-    if (result.arch == 0) refuse_value("the kernel override must be ", kAllowed, ", got '", name, "'");
+    if (result.arch == 0)
+      refuse_value("the kernel override must be ", kAllowed, ", got '", name, "'");
   }
   return result;
 }
@@ -94,10 +97,10 @@ int load_emulated(const std::string& path, int num_sms) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) refuse_value("cannot load emulated kernels: ", dlerror());
   using GetTable = const KernelTable* (*)();
-  const auto get_table =
-      reinterpret_cast<GetTable>(dlsym(library, "flash_cuda_kernel_table"));
+  const auto get_table = reinterpret_cast<GetTable>(dlsym(library, "flash_cuda_kernel_table"));
   if (!get_table) {
-    refuse_value("'", path, "' is no library of emulated kernels: it has no flash_cuda_kernel_table");
+    refuse_value("'", path,
+                 "' is no library of emulated kernels: it has no flash_cuda_kernel_table");
   }
   const KernelTable* table = get_table();
   if (num_sms < 1) refuse_value("num_sms must be at least 1, got ", num_sms);
@@ -116,13 +119,15 @@ Kernels kernels_for_gpu(const DeviceInfo& device, const TensorInfo& q) {
   }
   for (const Folder& folder : compiled_folders()) {
     const bool allowed = override.kind == Override::Kind::kNone || override.arch == folder.arch;
-    if (allowed && serves(folder.arch, device.compute_capability)) kernels.folders.push_back(folder);
+    if (allowed && serves(folder.arch, device.compute_capability))
+      kernels.folders.push_back(folder);
   }
   if (!kernels.folders.empty()) return kernels;
   if (compiled_folders().empty()) {
-    refuse_unsupported("flash_cuda was built without CUDA kernels. Build them in its source folder "
-                       "with: FLASH_CUDA_ARCHS=native pip install --no-build-isolation --no-deps "
-                       "--force-reinstall .");
+    refuse_unsupported(
+        "flash_cuda was built without CUDA kernels. Build them in its source folder "
+        "with: FLASH_CUDA_ARCHS=native pip install --no-build-isolation --no-deps "
+        "--force-reinstall .");
   }
   if (override.kind == Override::Kind::kArch) {
     refuse_unsupported("the kernel override '", override_name(), "' does not serve ",

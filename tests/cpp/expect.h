@@ -5,10 +5,10 @@
 #include <cstdlib>
 #include <initializer_list>
 
-#define EXPECT(condition)                                                         \
-  do {                                                                            \
-    if (!(condition)) {                                                           \
+#define EXPECT(condition)                                                          \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
       std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                               \
-    }                                                                             \
+      std::exit(1);                                                                \
+    }                                                                              \
   } while (0)

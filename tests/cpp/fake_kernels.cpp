@@ -186,14 +186,15 @@ void combine(const CombineParams& c, cudaStream_t) {
         };
         float most = -INFINITY, sum = 0;
         for (int n = 0; n < c.num_splits; ++n) most = std::max(most, lse_of(n));
-        for (int n = 0; n < c.num_splits && most > -INFINITY; ++n) sum += std::exp(lse_of(n) - most);
+        for (int n = 0; n < c.num_splits && most > -INFINITY; ++n)
+          sum += std::exp(lse_of(n) - most);
         for (int d = 0; d < c.head_dim_v; ++d) {
           float x = 0;
           for (int n = 0; n < c.num_splits; ++n) {
             if (lse_of(n) == -INFINITY) continue;
             x += std::exp(lse_of(n) - most) / sum *
-                 c.out_partial[n * c.op_split_stride + b * c.op_batch_stride +
-                               r * c.op_row_stride + h * c.op_head_stride + d];
+                 c.out_partial[n * c.op_split_stride + b * c.op_batch_stride + r * c.op_row_stride +
+                               h * c.op_head_stride + d];
           }
           store(c.out, c.out_dtype, at(c.out_stride, b, r, h) + d, x);
         }
@@ -267,7 +268,8 @@ void launch_bwd(const BwdParams& p, cudaStream_t) {
     }
   }
   const auto write = [&](void* to, const std::vector<float>& from) {
-    for (size_t n = 0; to && n < from.size(); ++n) store(to, f.dtype, static_cast<int64_t>(n), from[n]);
+    for (size_t n = 0; to && n < from.size(); ++n)
+      store(to, f.dtype, static_cast<int64_t>(n), from[n]);
   };
   write(p.dq, dq);
   write(p.dk, dk);
@@ -316,9 +318,7 @@ const char* serve_fwd(const FwdParams& p) {
   return nullptr;
 }
 const char* serve_bwd(const BwdParams& p) { return serve_fwd(p.fwd); }
-const char* only_strict(const FwdParams& p) {
-  return p.strict ? nullptr : "serves strict calls";
-}
+const char* only_strict(const FwdParams& p) { return p.strict ? nullptr : "serves strict calls"; }
 void deadlock(const FwdParams&, cudaStream_t) { throw std::runtime_error("deadlock in block 3"); }
 
 constexpr DType kF32 = DType::kFloat32, kBf16 = DType::kBFloat16;

@@ -32,9 +32,8 @@ const FwdKernel kFwd90[] = {
 const FwdKernel kFwd80[] = {
     {"sm80_fwd_hdim64", 80, kBf16, 64, 64, 128, 64, 128, accept, no_workspace, no_launch},
     {"sm80_fwd_hdim256", 80, kBf16, 256, 256, 64, 64, 128, accept, no_workspace, no_launch}};
-const FwdKernel kDecode80[] = {
-    {"sm80_decode_hdim128", 80, kBf16, 128, 128, 16, 64, 128, refuse_dropout, no_workspace,
-     no_launch}};
+const FwdKernel kDecode80[] = {{"sm80_decode_hdim128", 80, kBf16, 128, 128, 16, 64, 128,
+                                refuse_dropout, no_workspace, no_launch}};
 const BwdKernel kBwd80[] = {{"sm80_bwd_hdim128", 80, kBf16, 128, 128, 64, 64, 256, accept_bwd,
                              no_workspace_bwd, no_launch_bwd}};
 
