@@ -30,7 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: one case of each kind; -m smoke takes a minute")
-    torch.set_num_threads(int(os.environ.get("FLASH_CUDA_TEST_THREADS", "0")) or os.cpu_count() or 1)
+    # The cases are small: more threads would mostly wait for each other.
+    torch.set_num_threads(int(os.environ.get("FLASH_CUDA_TEST_THREADS", "1")))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

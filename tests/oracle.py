@@ -129,7 +129,7 @@ def sequence(
 
     Returns:
         out (rows, heads, head_dim_v), lse (heads, rows), and dq, dk, dv like q, k, v; dbias
-        (heads, rows, keys), dsink (heads,).
+        (heads, rows, keys), dsink (heads,), and dsink_spread, see `solve`.
     """
     rd = precision.round
     heads, rows, keys = q.shape[1], q.shape[0], k.shape[0]
@@ -166,6 +166,8 @@ def sequence(
     if sink is not None:
         p_sink = torch.where(no_keys, 0.0, torch.exp(sink[:, None] - torch.where(no_keys, 0.0, lse)))
         result["dsink"] = -(p_sink * delta).sum(1)
+        # How far rounding of each entry of out moves the sum, in units of that rounding.
+        result["dsink_spread"] = (p_sink.transpose(0, 1)[..., None] * dout * out).pow(2).sum((0, 2))
     if t is not None:
         ds = ds * (1.0 - t * t)
     ds = rd(ds)
@@ -286,7 +288,7 @@ class _Call:
 
 def _grouped(x: Tensor, heads_kv: int) -> Tensor:
     """Sums the gradient of repeated heads, (keys, heads, dim) -> (keys, heads_kv, dim)."""
-    return x.reshape(x.shape[0], heads_kv, -1, x.shape[-1]).sum(2)
+    return x.reshape(x.shape[0], heads_kv, x.shape[1] // heads_kv, x.shape[-1]).sum(2)
 
 
 def _add_dbias(total: Tensor, ds: Tensor, b: int) -> None:
@@ -313,7 +315,8 @@ def solve(
 
     Returns:
         out and lse, and with dout also dq, dk, dv, dbias and dsink (where there is a bias, a
-        sink), whole: rows that do not count are 0, their lse -inf.
+        sink), whole: rows that do not count are 0, their lse -inf. dsink is a sum of terms of
+        both signs; dsink_spread is the sum of their squares, for a bound on its error.
     """
     call = _Call(kw, precision)
     dtype, q = precision.compute, call.q
@@ -330,6 +333,7 @@ def solve(
             result["dbias"] = zeros(*bias.shape)
         if sink is not None:
             result["dsink"] = zeros(*sink.shape)
+            result["dsink_spread"] = zeros(*sink.shape)
     for b in range(call.batch):
         (_, rows), (first, last) = call.rows(b), call.keys(b)
         keys = max(last - first, 0)
@@ -353,6 +357,7 @@ def solve(
             _add_dbias(result["dbias"], one["dbias"], b)
         if sink is not None:
             result["dsink"] += one["dsink"]
+            result["dsink_spread"] += one["dsink_spread"]
     return result
 
 
