@@ -110,7 +110,7 @@ def _kernel_unit(tools: Toolchain, source: Path, folder: str, build: Path) -> Un
     command += ["-MMD", "-MF", str(obj.with_suffix(".d")), "-c", str(source), "-o", str(obj)]
     identity = f"nvcc {tools.nvcc.version} g++ {tools.gxx.version} {' '.join(command[2:])}"
     codes = gencode[0].count(",") + 1 if len(gencode) == 1 else 2 * len(gencode)
-    return Unit(source, obj, tuple(command), identity, 6.0 + 4.0 * codes, keep)
+    return Unit(source, obj, tuple(command), identity, 5.0 + 8.0 * codes, keep)
 
 
 def _host_unit(tools: Toolchain, source: Path, folders: Sequence[str], build: Path) -> Unit:

@@ -93,7 +93,7 @@ def functions(text: str) -> Iterator[tuple[str, int, int, int]]:
         elif kind == "}" and stack:
             is_function, start, header = stack.pop()
             if is_function:
-                name = re.findall(r"([\w:~]+|operator\S+)\s*\(", header)
+                name = re.findall(r"\b(?!__)([\w~][\w:~]*|operator\S+)\s*\(", header)
                 length = code.count("\n", start, position) + 1
                 yield (name[0] if name else "?", code.count("\n", 0, start) + 1, length, deepest)
         header_start = position + 1
