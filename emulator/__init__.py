@@ -1,0 +1,15 @@
+"""Runs the kernels' PTX on the CPU; see README.md."""
+
+from .activate import activate, configure, settings, take_warnings
+from .library import architectures, build
+from .errors import EmulatorBuildError
+
+__all__ = [
+    "EmulatorBuildError",
+    "activate",
+    "architectures",
+    "build",
+    "configure",
+    "settings",
+    "take_warnings",
+]

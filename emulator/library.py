@@ -1,0 +1,362 @@
+"""The library of one architecture's kernels that runs on the CPU.
+
+It holds the host objects of csrc/<folder> and csrc/common as the ordinary build made them, the
+translated PTX that nvcc kept beside them, the emulator's runtime and its stand-in for the CUDA
+runtime. Objects that the ordinary build lacks, or that are older than their sources, are compiled
+here, without ptxas. Everything is cached by content, compilers and CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from build_tools.jobs import job_count
+
+from .errors import EmulatorBuildError
+from .toolchain import (
+    CSRC,
+    HERE,
+    HOST_FLAGS,
+    INDEX_FLAGS,
+    KERNEL_FLAGS,
+    NVCC_FLAGS,
+    PTX_TARGETS,
+    ROOT,
+    RUNTIME_FLAGS,
+    Tools,
+    cache_folder,
+    find_tools,
+    run,
+)
+from .translate import TranslationError, translate
+
+Say = Callable[[str], None]
+
+
+def _say(text: str) -> None:
+    print(f"emulator: {text}", file=sys.stderr, flush=True)
+
+
+def _silent(text: str) -> None:
+    del text
+
+
+@dataclass
+class Recipe:
+    """What goes into a library.
+
+    Attributes:
+        name: for messages and file names.
+        arch: folder whose target nvcc compiles for, "sm80".
+        kernels: .cu files.
+        hosts: .cpp files.
+        table: C++ function that returns the KernelTable, or None for a library without one.
+        nvcc_flags: additional ones (include folders, macros).
+    """
+
+    name: str
+    arch: str
+    kernels: list[Path]
+    hosts: list[Path] = field(default_factory=list)
+    table: str | None = None
+    nvcc_flags: list[str] = field(default_factory=list)
+
+
+def architectures() -> list[str]:
+    """Folders of csrc that have kernels and a table: ["sm80", "sm90"]."""
+    return [a for a in PTX_TARGETS if (CSRC / a / "table.cpp").exists()]
+
+
+def recipe_of(arch: str) -> Recipe:
+    """The library of csrc/<arch> and csrc/common."""
+    if arch not in PTX_TARGETS:
+        raise ValueError(f"arch must be one of {', '.join(PTX_TARGETS)}, got {arch!r}")
+    folder = CSRC / arch
+    if not (folder / "table.cpp").exists():
+        have = ", ".join(architectures()) or "none"
+        raise EmulatorBuildError(f"csrc/{arch} has no table.cpp; folders with kernels: {have}")
+    folders = [CSRC / "common", folder]
+    return Recipe(
+        arch,
+        arch,
+        sorted(p for f in folders for p in f.glob("*.cu")),
+        sorted(p for f in folders for p in f.glob("*.cpp")),
+        f"flash_cuda::{arch}::kernel_table",
+    )
+
+
+# ---- dependencies --------------------------------------------------------------------------
+
+
+def _dependencies(depfile: Path) -> list[Path]:
+    text = depfile.read_text().replace("\\\n", " ")
+    return [Path(p) for p in text.split(":", 1)[1].split()]
+
+
+def _hash(*parts: str | bytes) -> str:
+    h = hashlib.sha256()
+    for p in parts:
+        h.update(p.encode() if isinstance(p, str) else p)
+        h.update(b"\0")
+    return h.hexdigest()[:32]
+
+
+_contents: dict[tuple[Path, int], str] = {}
+
+
+def _content(path: Path) -> str:
+    key = (path, path.stat().st_mtime_ns)
+    if key not in _contents:
+        _contents[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return _contents[key]
+
+
+def _ordinary_object(source: Path) -> Path | None:
+    """The ordinary build's object, if nothing that it was made of has changed since."""
+    if ROOT not in source.parents:
+        return None
+    obj = (ROOT / "build" / "obj" / source.relative_to(ROOT)).with_suffix(".o")
+    try:
+        started = json.loads(obj.with_suffix(".json").read_text())["started"]
+        files = [source, *_dependencies(obj.with_suffix(".d"))]
+        if obj.exists() and all(f.stat().st_mtime < started for f in files):
+            return obj
+    except (OSError, ValueError, KeyError, IndexError):
+        pass
+    return None
+
+
+# ---- steps ---------------------------------------------------------------------------------
+
+
+class Builder:
+    """One library under construction."""
+
+    def __init__(self, recipe: Recipe, tools: Tools, say: Say, jobs: int) -> None:
+        self.recipe, self.tools, self.say, self.jobs = recipe, tools, say, jobs
+        self.cache = cache_folder()
+        self.objects = self.cache / "objects"
+        self.modules = self.cache / "modules"
+        for f in (self.objects, self.modules, self.cache / "lib"):
+            f.mkdir(parents=True, exist_ok=True)
+
+    def build(self) -> Path:
+        started = time.monotonic()
+        host = self._in_parallel(
+            [(p, lambda p=p: self._host(p)) for p in [*self.recipe.kernels, *self.recipe.hosts]]
+        )
+        compiled = [path for paths in host for path in paths if path.suffix == ".o"]
+        ptx = [path for paths in host for path in paths if path.suffix == ".ptx"]
+        sources = self._in_parallel([(p, lambda p=p: self._translate(p)) for p in ptx])
+        jobs = [job for group in sources for job in group] + self._runtime_jobs()
+        if table := self._table_source():
+            jobs.append((table, HOST_FLAGS))
+        # The longest first, so that no core waits for a late straggler.
+        jobs.sort(key=lambda j: -j[0].stat().st_size)
+        done = self._in_parallel([(src, lambda s=src, f=flags: self._compile(s, f))
+                                  for src, flags in jobs])
+        library = self._link([*compiled, *done])
+        seconds = time.monotonic() - started
+        if seconds > 2:
+            self.say(f"{self.recipe.name}: {library.name} ready in {seconds:.0f} s")
+        return library
+
+    def _in_parallel(self, work: Sequence[tuple[Path, Callable[[], object]]]) -> list:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            futures = [pool.submit(fn) for _, fn in work]
+            try:
+                for f in as_completed(futures):
+                    f.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            return [f.result() for f in futures]
+
+    # ---- host objects and PTX
+    def _host(self, source: Path) -> list[Path]:
+        """The host object, and for a .cu the PTX of the recipe's architecture."""
+        is_cuda = source.suffix == ".cu"
+        if not self.recipe.nvcc_flags and (obj := _ordinary_object(source)):
+            if not is_cuda:
+                return [obj]
+            target = PTX_TARGETS[self.recipe.arch]
+            for name in (f"{obj.stem}.compute_{target}.ptx", f"{obj.stem}.ptx"):
+                if (obj.parent / name).exists():
+                    return [obj, obj.parent / name]
+        return self._compile_cuda(source) if is_cuda else self._compile_host(source)
+
+    def _is_current(self, stem: Path, command: str, outputs: Sequence[Path]) -> bool:
+        """Whether `outputs` were made by `command` from files of the same content."""
+        try:
+            stamp = json.loads(stem.with_suffix(".json").read_text())
+            return (
+                stamp["command"] == command
+                and all(o.exists() for o in outputs)
+                and all(_content(Path(p)) == h for p, h in stamp["files"].items())
+            )
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def _note(self, stem: Path, command: str, depfile: Path) -> None:
+        own = [p for p in _dependencies(depfile) if not str(p).startswith("/usr/")]
+        files = {str(p): _content(p) for p in own}
+        stem.with_suffix(".json").write_text(json.dumps({"command": command, "files": files}))
+
+    def _stem(self, source: Path, *more: str) -> Path:
+        return self.objects / f"{source.stem}-{_hash(str(source), self.tools.key, *more)}"
+
+    def _compile_cuda(self, source: Path) -> list[Path]:
+        arch = PTX_TARGETS[self.recipe.arch]
+        flags = [*NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=compute_{arch}", f"-I{CSRC}",
+                 *self.recipe.nvcc_flags]
+        stem = self._stem(source, *flags)
+        obj, ptx, dep = (stem.with_suffix(s) for s in (".o", ".ptx", ".d"))
+        if self._is_current(stem, " ".join(flags), [obj, ptx]):
+            return [obj, ptx]
+        keep = stem.with_suffix(".keep")
+        keep.mkdir(exist_ok=True)
+        started = time.monotonic()
+        run([str(self.tools.nvcc), f"-ccbin={self.tools.gxx[-1]}", *flags, f"--keep-dir={keep}",
+             "-MD", "-MF", str(dep), "-c", str(source), "-o", str(obj)], f"nvcc {source.name}")
+        kept = sorted(keep.glob("*.ptx"))
+        kept[0].replace(ptx)
+        for file in keep.iterdir():
+            file.unlink()
+        keep.rmdir()
+        self._note(stem, " ".join(flags), dep)
+        self.say(f"nvcc {self._shown(source)} {time.monotonic() - started:.1f} s")
+        return [obj, ptx]
+
+    def _compile_host(self, source: Path) -> list[Path]:
+        flags = [*HOST_FLAGS, f"-I{CSRC}", "-isystem", str(self.tools.cuda_include)]
+        stem = self._stem(source, *flags)
+        obj, dep = stem.with_suffix(".o"), stem.with_suffix(".d")
+        if not self._is_current(stem, " ".join(flags), [obj]):
+            run([*self.tools.gxx, *flags, "-MD", "-MF", str(dep), "-c", str(source), "-o", str(obj)],
+                f"g++ {source.name}")
+            self._note(stem, " ".join(flags), dep)
+        return [obj]
+
+    # ---- translation
+    def _translate(self, ptx: Path) -> list[tuple[Path, list[str]]]:
+        """C++ files of a PTX file, and how to compile them."""
+        text = ptx.read_bytes()
+        translator = "".join(_content(p) for p in sorted((HERE / "translate").glob("*.py")))
+        module = ptx.name.split("-")[0].removesuffix(".ptx")
+        prefix = f"{module}_{_hash(str(ptx))[:6]}"
+        folder = self.modules / f"{module}-{_hash(text, translator, str(ptx))}"
+        done = folder / "done.json"
+        if not done.exists():
+            folder.mkdir(exist_ok=True)
+            kept = folder / "module.ptx"
+            kept.write_bytes(text)
+            started = time.monotonic()
+            try:
+                out = translate(text.decode(), prefix, kept, folder / "module.sites", ROOT)
+            except TranslationError as e:
+                raise EmulatorBuildError(f"{module}: {e}") from e
+            for stem, code in out.kernels.items():
+                (folder / f"{stem}.cpp").write_text(code)
+            (folder / f"{prefix}.index.cpp").write_text(out.index)
+            (folder / "module.sites").write_text(out.sites)
+            done.write_text(json.dumps(sorted(out.kernels)))
+            self.say(f"translate {module} {time.monotonic() - started:.1f} s")
+        jobs = [(folder / f"{stem}.cpp", KERNEL_FLAGS) for stem in json.loads(done.read_text())]
+        return [*jobs, (folder / f"{prefix}.index.cpp", INDEX_FLAGS)]
+
+    # ---- compilation of what is ours
+    def _runtime_jobs(self) -> list[tuple[Path, list[str]]]:
+        flags = [*RUNTIME_FLAGS, "-isystem", str(self.tools.cuda_include)]
+        files = sorted((HERE / "runtime").glob("*.cpp")) + sorted((HERE / "cudart").glob("*.cpp"))
+        return [(f, flags) for f in files]
+
+    def _table_source(self) -> Path | None:
+        cc = int("".join(c for c in PTX_TARGETS[self.recipe.arch] if c.isdigit()))
+        name = "flash_cuda_emulator_library_cc"
+        text = f'extern "C" {{ extern const int {name}; const int {name} = {cc}; }}\n'
+        if self.recipe.table:
+            space, _, name = self.recipe.table.rpartition("::")
+            text = (
+                '#include "common/kernel_table.h"\n'
+                f"namespace {space} {{ const ::flash_cuda::KernelTable& {name}(); }}\n"
+                'extern "C" __attribute__((visibility("default"))) '
+                "const flash_cuda::KernelTable* flash_cuda_kernel_table() {\n"
+                f"  return &{self.recipe.table}();\n}}\n"
+            ) + text
+        path = self.objects / f"table-{_hash(text)}.cpp"
+        if not path.exists():
+            path.write_text(text)
+        return path
+
+    def _compile(self, source: Path, flags: list[str]) -> Path:
+        includes = [f"-I{HERE / 'runtime'}", f"-I{HERE / 'cudart'}", f"-I{CSRC}"]
+        is_kernel = self.modules in source.parents
+        headers = sorted((HERE / "runtime").glob("*.h")) + sorted((HERE / "cudart").glob("*.h"))
+        if is_kernel:  # these see only the interface
+            headers = [h for h in headers if h.name in ("thread.h", "numbers.h")]
+        elif HERE not in source.parents:
+            headers = [CSRC / "common" / "kernel_table.h", CSRC / "common" / "params.h"]
+        key = _hash(_content(source), self.tools.key, *flags, *map(_content, headers))
+        obj = self.objects / f"{source.stem}-{key}.o"
+        if not obj.exists():
+            started = time.monotonic()
+            partial = obj.with_suffix(f".{time.monotonic_ns()}.tmp")
+            run([*self.tools.gxx, *flags, *includes, "-c", str(source), "-o", str(partial)],
+                f"g++ {source.name}")
+            partial.replace(obj)
+            seconds = time.monotonic() - started
+            if seconds > 1:
+                self.say(f"g++ {source.name} {seconds:.1f} s")
+        return obj
+
+    def _link(self, objects: list[Path]) -> Path:
+        names = sorted(map(str, objects))
+        key = _hash(self.tools.key, *names, *map(_content, map(Path, names)))
+        library = self.cache / "lib" / f"libflash_cuda_emulated_{self.recipe.name}-{key}.so"
+        if library.exists():
+            return library
+        script = self.cache / "lib" / "exports.map"
+        script.write_text("{ global: flash_cuda_*; local: *; };\n")
+        partial = library.with_suffix(f".{time.monotonic_ns()}.tmp")
+        run([*self.tools.gxx, "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined",
+             f"-Wl,--version-script={script}", "-o", str(partial), *names], "the link")
+        partial.replace(library)
+        return library
+
+    @staticmethod
+    def _shown(path: Path) -> str:
+        return str(path.relative_to(ROOT)) if ROOT in path.parents else path.name
+
+
+def build_recipe(recipe: Recipe, *, progress: bool = True, jobs: int | None = None) -> Path:
+    """Builds any library of kernels; see `Recipe`.
+
+    Raises:
+        EmulatorBuildError: a compiler or the translation failed.
+    """
+    return Builder(recipe, find_tools(), _say if progress else _silent, jobs or job_count()).build()
+
+
+def build(arch: str, *, progress: bool = True, jobs: int | None = None) -> Path:
+    """Builds the emulated library of csrc/<arch>, or returns it from the cache.
+
+    Args:
+        arch: "sm80", "sm90", "sm100".
+        progress: whether to say what is compiled, on stderr.
+        jobs: compilers at a time; by default what cores and memory allow.
+
+    Returns:
+        The path of a shared library that exports `flash_cuda_kernel_table`.
+
+    Raises:
+        ValueError: for an unknown arch.
+        EmulatorBuildError: no kernels there, no nvcc, or a compiler or the translation failed.
+    """
+    return build_recipe(recipe_of(arch), progress=progress, jobs=jobs)

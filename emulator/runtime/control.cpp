@@ -1,0 +1,120 @@
+// Registered modules, settings, and the C functions that Python calls.
+//
+// Settings are "key=value" pairs separated by commas, first from the environment variable
+// FLASH_CUDA_EMULATOR, later from flash_cuda_emulator_configure.
+#include <cstdlib>
+
+#include "machine.h"
+
+#define PX_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace px {
+namespace {
+
+std::vector<ModuleInfo>& modules() {
+  static std::vector<ModuleInfo> m;  // filled by static constructors
+  return m;
+}
+
+bool set(Settings& s, std::string const& key, std::string const& value) {
+  char* end = nullptr;
+  uint64_t const number = strtoull(value.c_str(), &end, 0);
+  bool const is_number = !value.empty() && *end == 0;
+  if (key == "policy") {
+    if (value == "eager") s.policy = Policy::kEager;
+    else if (value == "lazy") s.policy = Policy::kLazy;
+    else if (value == "random") s.policy = Policy::kRandom;
+    else return false;
+  } else if (key == "tmem_ld" || key == "tmem_st") {
+    if (value != "issue" && value != "wait") return false;
+    (key == "tmem_ld" ? s.tmem_load_at_issue : s.tmem_store_at_issue) = value == "issue";
+  } else if (!is_number) {
+    return false;
+  } else if (key == "seed") s.seed = number;
+  else if (key == "sms" && number >= 1) s.num_sms = uint32_t(number);
+  else if (key == "cc") s.compute_capability = uint32_t(number);
+  else if (key == "race") s.race_check = number != 0;
+  else if (key == "proxy") s.proxy_check = number != 0;
+  else if (key == "tmem") s.tmem_strict = number != 0;
+  else if (key == "stats") s.statistics = number != 0;
+  else return false;
+  return true;
+}
+
+std::string configure(std::string const& text) {
+  Settings s = M.settings;
+  for (size_t i = 0; i < text.size();) {
+    size_t const end = std::min(text.find(',', i), text.size());
+    std::string const pair = text.substr(i, end - i);
+    size_t const eq = pair.find('=');
+    if (eq == std::string::npos || !set(s, pair.substr(0, eq), pair.substr(eq + 1)))
+      return "emulator setting not understood: '" + pair +
+             "' (policy=eager|lazy|random, seed=N, sms=N, cc=N, race=0|1, proxy=0|1, tmem=0|1, "
+             "tmem_ld=wait|issue, tmem_st=wait|issue, stats=0|1)";
+    i = end + 1;
+  }
+  M.settings = s;
+  return "";
+}
+
+std::string last_message;
+
+}  // namespace
+
+RegisterModule::RegisterModule(ModuleInfo const& module) { modules().push_back(module); }
+
+KernelInfo const* find_kernel(char const* name) {
+  for (ModuleInfo const& m : modules())
+    for (uint32_t i = 0; i < m.num_kernels; ++i)
+      if (!strcmp(m.kernels[i].function->name, name)) return &m.kernels[i];
+  return nullptr;
+}
+
+VariableInfo const* find_variable(char const* name) {
+  for (ModuleInfo const& m : modules())
+    for (uint32_t i = 0; i < m.num_variables; ++i)
+      if (!strcmp(m.variables[i].name, name)) return &m.variables[i];
+  return nullptr;
+}
+
+// Called by the stand-in CUDA runtime before the first launch or query.
+void load_environment() {
+  static bool const once = [] {
+    if (char const* s = getenv("FLASH_CUDA_EMULATOR")) {
+      std::string const error = configure(s);
+      if (!error.empty()) throw EmulatorError(error);
+    }
+    return true;
+  }();
+  (void)once;
+}
+
+}  // namespace px
+
+// Null, or what is wrong with `text`.
+PX_EXPORT char const* flash_cuda_emulator_configure(char const* text) {
+  try {
+    px::load_environment();
+    px::last_message = px::configure(text);
+  } catch (std::exception const& e) {
+    px::last_message = e.what();
+  }
+  return px::last_message.empty() ? nullptr : px::last_message.c_str();
+}
+
+PX_EXPORT char const* flash_cuda_emulator_settings() {
+  px::last_message = px::M.settings.describe();
+  return px::last_message.c_str();
+}
+
+// Warnings since the last call, or null.
+PX_EXPORT char const* flash_cuda_emulator_take_warnings() {
+  px::last_message.clear();
+  for (std::string const& w : px::M.warnings) px::last_message += w;
+  px::M.warnings.clear();
+  px::M.warned.clear();
+  return px::last_message.empty() ? nullptr : px::last_message.c_str();
+}
+
+PX_EXPORT uint64_t flash_cuda_emulator_launches() { return px::M.stats.launches; }
+PX_EXPORT double flash_cuda_emulator_seconds() { return px::M.stats.seconds; }
