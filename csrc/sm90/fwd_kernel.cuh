@@ -47,11 +47,12 @@ struct FwdSmem {
   __device__ __forceinline__ uint32_t out(int warpgroup) const {
     return base + Tile::kSmemOut + warpgroup * Tile::kOutSliceBytes;
   }
-  __device__ __forceinline__ uint32_t k(int stage) const {
-    return base + Tile::kSmemK + stage * Tile::kStageBytesK;
+  // The stage of the count-th block.
+  __device__ __forceinline__ uint32_t k(uint32_t count) const {
+    return base + Tile::kSmemK + count % Tile::kStages * Tile::kStageBytesK;
   }
-  __device__ __forceinline__ uint32_t v(int stage) const {
-    return base + Tile::kSmemV + stage * Tile::kStageBytesV;
+  __device__ __forceinline__ uint32_t v(uint32_t count) const {
+    return base + Tile::kSmemV + count % Tile::kStages * Tile::kStageBytesV;
   }
 
   using Ring = RingBarriers<Tile::kStages>;
@@ -93,10 +94,10 @@ template <class Tile>
 __device__ __forceinline__ void schedule(const FwdSmem<Tile>& smem, const FwdArgs& args,
                                          int* counter) {
   const auto ring = smem.work_ring();
-  RingPosition<kWorkSlots> at;
   const int num_tiles = args.schedule.num_tiles;
-  for (int index = blockIdx.x;; at.advance()) {
-    ring.wait_empty(at);
+  int index = blockIdx.x;
+  for (uint32_t tiles = 0;; ++tiles) {
+    ring.wait_empty(tiles);
     FwdWork work;
     if (index < num_tiles) {
       work = dense_work(args.params, args.schedule, index);
@@ -106,8 +107,8 @@ __device__ __forceinline__ void schedule(const FwdSmem<Tile>& smem, const FwdArg
     } else {
       work.q_block = -1;
     }
-    smem.work[at.stage] = work;
-    ptx::mbarrier_arrive(ring.full(at.stage));
+    smem.work[ring.stage(tiles)] = work;
+    ptx::mbarrier_arrive(ring.full(tiles));
     if (work.q_block < 0) return;
   }
 }
@@ -117,13 +118,12 @@ template <class Tile>
 struct Loader {
   const FwdSmem<Tile>& smem;
   const FwdArgs& args;
-  RingPosition<Tile::kStages> k_at, v_at;
-  uint32_t q_phase = 1;
+  uint32_t k_count = 0, v_count = 0, tiles = 0;
 
   __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
     const auto ring = smem.k_ring();
-    ring.wait_empty(k_at);
-    const uint32_t full = ring.full(k_at.stage), dst = smem.k(k_at.stage);
+    ring.wait_empty(k_count);
+    const uint32_t full = ring.full(k_count), dst = smem.k(k_count);
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
@@ -131,12 +131,12 @@ struct Loader {
                        panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
                        rows.c3, ptx::kEvictLast);
     }
-    k_at.advance();
+    ++k_count;
   }
   __device__ __forceinline__ void load_v(int kv_block, const MapRows& rows) {
     const auto ring = smem.v_ring();
-    ring.wait_empty(v_at);
-    const uint32_t full = ring.full(v_at.stage), dst = smem.v(v_at.stage);
+    ring.wait_empty(v_count);
+    const uint32_t full = ring.full(v_count), dst = smem.v(v_count);
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
@@ -144,13 +144,13 @@ struct Loader {
                        panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
                        rows.c3, ptx::kEvictLast);
     }
-    v_at.advance();
+    ++v_count;
   }
   __device__ __forceinline__ void load_q(int first_row, const MapRows& rows) {
 #pragma unroll
     for (int w = 0; w < Tile::kWarpgroups; ++w) {
       const uint32_t full = smem.q_full(w);
-      ptx::mbarrier_wait(smem.q_empty(w), q_phase);
+      ptx::mbarrier_wait(smem.q_empty(w), tiles % 2 ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, Tile::kQSliceBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
@@ -159,26 +159,24 @@ struct Loader {
                          ptx::kEvictFirst);
       }
     }
-    q_phase ^= 1;
   }
 
   __device__ __forceinline__ void run() {
     const FwdParams& p = args.params;
     const auto work_ring = smem.work_ring();
     const int group = p.num_heads_q / p.num_heads_kv;
-    RingPosition<kWorkSlots> work_at;
-    for (;; work_at.advance()) {
-      work_ring.wait_full(work_at);
-      const FwdWork w = smem.work[work_at.stage];
-      ptx::mbarrier_arrive(work_ring.empty(work_at.stage));
+    for (;; ++tiles) {
+      work_ring.wait_full(tiles);
+      const FwdWork w = smem.work[work_ring.stage(tiles)];
+      ptx::mbarrier_arrive(work_ring.empty(tiles));
       if (w.q_block < 0) return;
       const Mask mask = Mask::make(p, w.seqlen_q, w.seqlen_kv);
       const BlockRange range =
           mask.kv_blocks(w.q_block * Tile::kBlockQ, Tile::kBlockQ, Tile::kBlockKV);
-      if (range.end <= range.begin) continue;
+      const bool empty = range.end <= range.begin;
       const MapRows kv = args.schedule.kv_rows.locate(
           w.kv_row0, w.seqlen_kv, w.head / group, p.cache_batch_idx ? 0 : w.batch);
-      load_k(range.end - 1, kv);
+      if (!empty) load_k(range.end - 1, kv);
       load_q(w.q_block * Tile::kBlockQ,
              args.schedule.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
 #pragma unroll 1
@@ -186,12 +184,15 @@ struct Loader {
         load_k(kv_block, kv);
         load_v(kv_block + 1, kv);
       }
-      load_v(range.begin, kv);
+      if (!empty) load_v(range.begin, kv);
     }
   }
 };
 
 // ---- consumers
+
+// The same value in every lane, said so that the compiler knows.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 template <class Tile, DType kDType>
 struct Consumer {
@@ -211,22 +212,25 @@ struct Consumer {
 
   const FwdSmem<Tile> smem;
   const FwdArgs& args;
-  const int warpgroup, thread, lane;  // thread: within the warpgroup
+  const int warpgroup, thread;  // thread: within the warpgroup
 
   float s[kN / 2];                  // scores, then probabilities
   float o[Tile::kHeadDimV / 2];
   uint32_t p[kStepsPV][4];          // probabilities as wgmma A fragments
   uint32_t q[Tile::has(kQInRegisters) ? kStepsQK : 1][4];
   SoftmaxRows rows;
-  RingPosition<Tile::kStages> k_at, v_at;
-  uint32_t q_phase = 0;
-  uint32_t smem_k = 0;  // of the block whose scores are in s
+  // Counted from the start of the kernel; stages and phases follow. O += P V takes the V block
+  // before the K block in turn.
+  uint32_t tiles = 0, blocks = 0;
+
+  __device__ __forceinline__ const FwdWork& work() const { return smem.work[tiles % kWorkSlots]; }
 
   // Byte offset of 16-byte chunk `chunk` of a row in a panel.
   static __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     const uint32_t at = row * kPanelBytes + chunk * 16;
     return at ^ ((at >> 3) & (kPanelBytes == 128 ? 0x70 : 0x30));
   }
+  __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int warp_row() const { return thread / 32 * 16; }
   __device__ __forceinline__ float scale_log2() const {
     return args.params.softmax_scale * 1.4426950408889634f;
@@ -243,11 +247,11 @@ struct Consumer {
     for (int k = 0; k < kStepsPV; ++k) ptx::pin(p[k]);
   }
 
-  // Issues S = Q K^T for the block at smem_k; kCols of its keys.
+  // Issues S = Q K^T for the K block in turn; kCols of its keys.
   template <int kCols>
   __device__ __forceinline__ void issue_qk(float (&scores)[kCols / 2]) {
     using Mma = ptx::Wgmma<kCols>;
-    const uint64_t desc_k = ptx::wgmma_desc(smem_k, kDescQK);
+    const uint64_t desc_k = ptx::wgmma_desc(smem.k(blocks), kDescQK);
     const uint64_t desc_q = ptx::wgmma_desc(smem.q(warpgroup), kDescQK);
     pin_q();
     ptx::wgmma_fence();
@@ -273,10 +277,10 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // Issues O += P V for the first kSteps * 16 keys of the V block at v_at.
+  // Issues O += P V for the first kSteps * 16 keys of the V block in turn.
   template <int kSteps>
   __device__ __forceinline__ void issue_pv() {
-    const uint64_t desc_v = ptx::wgmma_desc(smem.v(v_at.stage), kDescV);
+    const uint64_t desc_v = ptx::wgmma_desc(smem.v(blocks - 1), kDescV);
     ptx::pin(o);
     pin_p();
     ptx::wgmma_fence();
@@ -295,39 +299,40 @@ struct Consumer {
     pin_p();
   }
 
-  __device__ __forceinline__ void convert_p() {
+  // Probabilities of the first kCols keys become A fragments; the others are zero.
+  template <int kCols>
+  __device__ __forceinline__ void convert_p(const float (&probabilities)[kCols / 2]) {
 #pragma unroll
     for (int k = 0; k < kStepsPV; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        p[k][i] = ptx::pack<kDType>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+        const int at = 8 * k + 2 * i;
+        p[k][i] = at < kCols / 2 ? ptx::pack<kDType>(probabilities[at], probabilities[at + 1]) : 0u;
       }
     }
   }
 
-  // This warp has read the K block (each warp arrives).
+  // This warp has read the K block in turn (every warp arrives), this warpgroup the V block.
   __device__ __forceinline__ void release_k() {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(smem.k_ring().empty(k_at.stage));
+    if (lane() == 0) ptx::mbarrier_arrive(smem.k_ring().empty(blocks));
   }
   __device__ __forceinline__ void release_v() {
-    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(v_at.stage));
-    v_at.advance();
+    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(blocks - 1));
   }
-  // Passes over K and V blocks that other warpgroups of the block need.
+  __device__ __forceinline__ void wait_k() { smem.k_ring().wait_full(blocks); }
+  __device__ __forceinline__ void wait_v() { smem.v_ring().wait_full(blocks - 1); }
+  // Passes over K and V blocks that only other warpgroups need.
   __device__ __forceinline__ void skip_k() {
-    smem.k_ring().wait_full(k_at);
+    wait_k();
     release_k();
-    k_at.advance();
+    ++blocks;
   }
-  __device__ __forceinline__ void skip_v() {
-    smem.v_ring().wait_full(v_at);
-    release_v();
-  }
-  __device__ __forceinline__ void skip(int blocks) {
-    for (int i = 0; i < blocks; ++i) {
+  __device__ __forceinline__ void skip(int count) {
+    for (int i = 0; i < count; ++i) {
       skip_k();
-      skip_v();
+      wait_v();
+      release_v();
     }
   }
 
@@ -343,13 +348,12 @@ struct Consumer {
 
   // Waits for Q; reads its fragments where they stay in registers.
   __device__ __forceinline__ void begin_q() {
-    ptx::mbarrier_wait(smem.q_full(warpgroup), q_phase);
-    q_phase ^= 1;
+    ptx::mbarrier_wait(smem.q_full(warpgroup), tiles % 2);
     if constexpr (Tile::has(kQInRegisters)) {
-      const int row = warp_row() + (lane & 15);
+      const int row = warp_row() + (lane() & 15);
 #pragma unroll
       for (int k = 0; k < kStepsQK; ++k) {
-        const int chunk = k % kStepsPanel * 2 + (lane >> 4);
+        const int chunk = k % kStepsPanel * 2 + (lane() >> 4);
         ptx::ldmatrix_x4(q[k], smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
                                    swizzled(row, chunk));
       }
@@ -358,21 +362,21 @@ struct Consumer {
   }
   __device__ __forceinline__ void release_q() {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(smem.q_empty(warpgroup));
+    if (lane() == 0) ptx::mbarrier_arrive(smem.q_empty(warpgroup));
   }
 
   // Scores of this warp's rows once more, by mma.sync from shared memory. Rare.
-  __device__ __forceinline__ void recompute_scores(const FwdWork& work) {
+  __device__ __forceinline__ void recompute_scores() {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) s[i] = 0.f;
 #pragma unroll 1
     for (int k = 0; k < kStepsQK; ++k) {
       __syncwarp();
       uint32_t a[4];
-      load_q_fragment(work, k, a);
-      const int row = (lane & 7) + (lane >> 4) * 8;  // of two 8-key matrices, two halves of k each
-      const uint32_t at = smem_k + k / kStepsPanel * (kN * kPanelBytes) +
-                          swizzled(row, k % kStepsPanel * 2 + ((lane >> 3) & 1));
+      load_q_fragment(k, a);
+      const int row = (lane() & 7) + (lane() >> 4) * 8;  // of two 8-key matrices, two halves of k each
+      const uint32_t at = smem.k(blocks) + k / kStepsPanel * (kN * kPanelBytes) +
+                          swizzled(row, k % kStepsPanel * 2 + ((lane() >> 3) & 1));
 #pragma unroll
       for (int j = 0; j < kN / 16; ++j) {
         uint32_t b[4];
@@ -388,17 +392,18 @@ struct Consumer {
       }
     }
   }
-  __device__ __forceinline__ void load_q_fragment(const FwdWork& work, int k, uint32_t (&a)[4]) {
+  __device__ __forceinline__ void load_q_fragment(int k, uint32_t (&a)[4]) {
     if constexpr (Tile::has(kQInRegisters)) {
       // Shared memory may already hold the next tile's Q.
       const FwdParams& prm = args.params;
-      const int first = work.q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane / 4;
+      const FwdWork& work = this->work();
+      const int first = work.q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane() / 4;
       const auto* base = static_cast<const uint16_t*>(prm.q) + work.head * prm.q_stride.head +
                          (prm.cu_seqlens_q ? 0 : work.batch * prm.q_stride.batch);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = min(first + (i & 1) * 8, work.seqlen_q - 1);
-        const int column = 16 * k + (i >> 1) * 8 + 2 * (lane & 3);
+        const int column = 16 * k + (i >> 1) * 8 + 2 * (lane() & 3);
         a[i] = column < prm.head_dim
                    ? __ldg(reinterpret_cast<const uint32_t*>(
                          base + int64_t(work.q_row0 + row) * prm.q_stride.row + column))
@@ -406,43 +411,45 @@ struct Consumer {
       }
     } else {
       ptx::ldmatrix_x4(a, smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
-                              swizzled(warp_row() + (lane & 15),
-                                       k % kStepsPanel * 2 + (lane >> 4)));
+                              swizzled(warp_row() + (lane() & 15),
+                                       k % kStepsPanel * 2 + (lane() >> 4)));
     }
   }
 
-  // Scores of the KV block at k_at are complete in s and belong to this thread: exact softmax.
-  __device__ __forceinline__ void exact_softmax(const Mask& mask, int first_row, int kv_block,
+  // Masks and exact softmax of the complete scores of `kv_block`. What the mask needs is read
+  // from shared memory again, to keep registers free for the blocks that need no mask.
+  template <int kCols>
+  __device__ __forceinline__ void exact_softmax(float (&scores)[kCols / 2], int kv_block,
                                                 bool masked, float (&rescale)[2]) {
-    if (masked) mask_scores(s, mask, first_row, kv_block * kN + 2 * (lane & 3));
-    softmax_exact(s, scale_log2(), rows, rescale);
+    if (masked) {
+      const int first_row =
+          work().q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane() / 4;
+      mask_scores(scores, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row,
+                  kv_block * kN + 2 * (lane() & 3));
+    }
+    softmax_exact(scores, scale_log2(), rows, rescale);
   }
 
-  // One KV block after the first: S of this block, O += P V of the block before, softmax.
+  // The first KV block of a tile, and one after the first: S of this block, O += P V of the block
+  // before, softmax.
+  __device__ __forceinline__ void first_block(int kv_block, bool masked, bool half);
   template <bool kExact, bool kHalfPV>
-  __device__ __forceinline__ void consume_block(int kv_block, const Mask& mask, int first_row,
-                                                bool masked, int work_slot);
-  __device__ __forceinline__ void repair(float sum0, float sum1, float (&rescale)[2],
-                                         const FwdWork& work);
-  __device__ __forceinline__ void first_block(int kv_block, const Mask& mask, int first_row,
-                                              bool masked, bool half);
-  __device__ __forceinline__ void run_tile(const FwdWork& work, int work_slot);
-  __device__ __forceinline__ void store_tile(const FwdWork& work);
-  __device__ __forceinline__ void store_empty(const FwdWork& work);
+  __device__ __forceinline__ void consume_block(int kv_block, bool masked);
+  __device__ __forceinline__ void repair(float sum0, float sum1, float (&rescale)[2]);
+  __device__ __forceinline__ void run_tile();
+  __device__ __forceinline__ void store_tile();
+  __device__ __forceinline__ void store_empty();
   __device__ __forceinline__ void run();
 };
 
 template <class Tile, DType kDType>
 template <bool kExact, bool kHalfPV>
 __device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_block,
-                                                                      const Mask& mask,
-                                                                      int first_row, bool masked,
-                                                                      int work_slot) {
-  smem_k = smem.k(k_at.stage);
-  smem.k_ring().wait_full(k_at);
+                                                                      bool masked) {
+  wait_k();
   take_turn();
   issue_qk<kN>(s);
-  smem.v_ring().wait_full(v_at);
+  wait_v();
   issue_pv<kHalfPV ? kStepsPV / 2 : kStepsPV>();
   pass_turn();
   ptx::wgmma_wait_group<1>();
@@ -451,10 +458,10 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_blo
   if constexpr (kExact) {
     release_k();
     float rescale[2];
-    exact_softmax(mask, first_row, kv_block, masked, rescale);
+    exact_softmax<kN>(s, kv_block, masked, rescale);
     wait_pv();
     release_v();
-    convert_p();
+    convert_p<kN>(s);
     scale_rows(o, rescale[0], rescale[1]);
   } else {
     float sum0 = 0.f, sum1 = 0.f;
@@ -465,26 +472,29 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_blo
       rows.sum[1] += sum1;
       release_k();
     }
+    // All warps wait here, whatever they found. Converting P in both branches keeps its registers
+    // free for the repair.
     wait_pv();
     if (grown) {
       float rescale[2];
-      repair(sum0, sum1, rescale, smem.work[work_slot]);
+      repair(sum0, sum1, rescale);
       __syncwarp();
       release_k();
+      convert_p<kN>(s);
       scale_rows(o, rescale[0], rescale[1]);
+    } else {
+      convert_p<kN>(s);
     }
     release_v();
-    convert_p();
   }
-  k_at.advance();
+  ++blocks;
 }
 
 // The sums of a block grew beyond the range of P. Raises the references of this warp's rows and
 // brings s, the sums and the factors for o in line.
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float sum1,
-                                                               float (&rescale)[2],
-                                                               const FwdWork& work) {
+                                                               float (&rescale)[2]) {
   __syncwarp();
   if (!__any_sync(~0u, !(sum0 < kRecomputeFrom) || !(sum1 < kRecomputeFrom))) {
     // Exact powers of two: the exponent of the largest sum of each row.
@@ -498,48 +508,46 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float
     rows.sum[1] = (rows.sum[1] + sum1) * rescale[1];
     scale_rows(s, rescale[0], rescale[1]);
   } else {
-    recompute_scores(work);
+    recompute_scores();
     softmax_exact(s, scale_log2(), rows, rescale);
   }
 }
 
 // S and the exact softmax of a tile's first block; there is no P V to overlap with.
 template <class Tile, DType kDType>
-__device__ __forceinline__ void Consumer<Tile, kDType>::first_block(int kv_block, const Mask& mask,
-                                                                    int first_row, bool masked,
+__device__ __forceinline__ void Consumer<Tile, kDType>::first_block(int kv_block, bool masked,
                                                                     bool half) {
-  smem_k = smem.k(k_at.stage);
-  smem.k_ring().wait_full(k_at);
+  wait_k();
   take_turn();
+  rows.reset();
+  float unused[2];
   if (Tile::has(kHalfDiagonal) && half) {
+    // Into registers of their own: a GEMM into a part of s would keep the rest alive.
     float left[kN / 4];
     issue_qk<kN / 2>(left);
     pass_turn();
     ptx::wgmma_wait_group<0>();
     ptx::pin(left);
-#pragma unroll
-    for (int i = 0; i < kN / 4; ++i) {
-      s[i] = left[i];
-      s[kN / 4 + i] = -INFINITY;
-    }
+    release_k();
+    exact_softmax<kN / 2>(left, kv_block, masked, unused);
+    convert_p<kN / 2>(left);
   } else {
     issue_qk<kN>(s);
     pass_turn();
     ptx::wgmma_wait_group<0>();
     ptx::pin(s);
+    release_k();
+    exact_softmax<kN>(s, kv_block, masked, unused);
+    convert_p<kN>(s);
   }
-  release_k();
-  k_at.advance();
-  rows.reset();
-  float unused[2];
-  exact_softmax(mask, first_row, kv_block, masked, unused);
+  ++blocks;
 }
 
 template <class Tile, DType kDType>
-__device__ __forceinline__ void Consumer<Tile, kDType>::run_tile(const FwdWork& work,
-                                                                 int work_slot) {
-  const Mask mask = Mask::make(args.params, work.seqlen_q, work.seqlen_kv);
-  const int q0 = work.q_block * Tile::kBlockQ;
+__device__ __forceinline__ void Consumer<Tile, kDType>::run_tile() {
+  const Mask mask = Mask::make(args.params, uniform(work().seqlen_q),
+                               uniform(work().seqlen_kv));
+  const int q0 = uniform(work().q_block) * Tile::kBlockQ;
   const int own_q0 = q0 + 64 * warpgroup;
   BlockRange range = mask.kv_blocks(q0, Tile::kBlockQ, kN);
   int skip_left = 0, skip_right = 0;
@@ -552,16 +560,16 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run_tile(const FwdWork& 
     }
   }
   if (range.end <= range.begin) {
-    store_empty(work);
+    store_empty();
     return;
   }
-  const int first_row = own_q0 + warp_row() + lane / 4;
   // Exact blocks come first: down to where every row has seen a key, and has a reference.
   const int q_first = Tile::has(kTrimBlocks) ? own_q0 : q0;
   int exact_begin = min(range.full_end, ceil_div(mask.kv_end(q_first), kN) - 1);
   exact_begin = args.params.strict ? range.begin : max(exact_begin, range.begin);
 
   if constexpr (Tile::has(kTrimBlocks)) {
+    // The last of them keeps its V until this warpgroup has issued its own first S.
     if (skip_right > 0) {
       skip(skip_right - 1);
       skip_k();
@@ -572,18 +580,20 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run_tile(const FwdWork& 
   const bool half = Tile::has(kHalfDiagonal) && exact_begin == kv_block &&
                     kv_block > range.full_begin && kv_block > range.begin &&
                     mask.kv_end(min(own_q0 + 63, mask.seqlen_q - 1)) <= kv_block * kN + kN / 2;
-  first_block(kv_block, mask, first_row, range.is_masked(kv_block), half);
+  first_block(kv_block, range.is_masked(kv_block), half);
   if constexpr (Tile::has(kTrimBlocks)) {
-    if (skip_right > 0) skip_v();
+    if (skip_right > 0) {
+      smem.v_ring().wait_full(blocks - 2);
+      if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(blocks - 2));
+    }
   }
-  convert_p();
 #pragma unroll
   for (int i = 0; i < Tile::kHeadDimV / 2; ++i) o[i] = 0.f;
   --kv_block;
 
   if constexpr (Tile::has(kHalfDiagonal)) {
     if (half) {
-      consume_block<false, true>(kv_block, mask, first_row, false, work_slot);
+      consume_block<false, true>(kv_block, false);
       --kv_block;
     }
   }
@@ -591,24 +601,24 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run_tile(const FwdWork& 
   for (int exact_end = exact_begin;; exact_end = range.begin) {
 #pragma unroll 1
     for (; kv_block >= exact_end; --kv_block) {
-      consume_block<true, false>(kv_block, mask, first_row, range.is_masked(kv_block), work_slot);
+      consume_block<true, false>(kv_block, range.is_masked(kv_block));
     }
     if (kv_block < range.begin) break;
 #pragma unroll 1
     for (; kv_block >= range.full_begin; --kv_block) {
-      consume_block<false, false>(kv_block, mask, first_row, false, work_slot);
+      consume_block<false, false>(kv_block, false);
     }
   }
   if constexpr (!Tile::has(kQInRegisters) && !Tile::has(kOutOverQ)) release_q();
 
-  smem.v_ring().wait_full(v_at);
+  wait_v();
   issue_pv<kStepsPV>();
   rows.sum[0] = quad_sum(rows.sum[0]);
   rows.sum[1] = quad_sum(rows.sum[1]);
   wait_pv();
   release_v();
   if constexpr (Tile::has(kTrimBlocks)) skip(skip_left);
-  store_tile(work);
+  store_tile();
 }
 
 }  // namespace flash_cuda::sm90

@@ -7,17 +7,18 @@
 namespace flash_cuda::sm90 {
 
 template <class Tile, DType kDType>
-__device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const FwdWork& work) {
+__device__ __forceinline__ void Consumer<Tile, kDType>::store_tile() {
   const FwdParams& prm = args.params;
+  const FwdWork& work = this->work();
   const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
-  const int first_row = own_q0 + warp_row() + lane / 4;
+  const int first_row = own_q0 + warp_row() + lane() / 4;
   float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + 8 * r;
     const float sum = row >= work.seqlen_q ? 0.f : rows.sum[r];
     inverse[r] = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
-    if ((lane & 3) == 0 && row < work.seqlen_q_slot) {
+    if ((lane() & 3) == 0 && row < work.seqlen_q_slot) {
       float* lse = prm.lse + work.batch * prm.lse_batch_stride + work.head * prm.lse_head_stride +
                    work.q_row0;
       lse[row] = sum > 0.f ? (rows.reference[r] + ptx::lg2(sum)) * 0.69314718055994531f : -INFINITY;
@@ -28,7 +29,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const FwdWork
     if (thread == 0) ptx::bulk_wait_group_read<0>();
   }
   ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
-  const int row = warp_row() + (lane & 15);
+  const int row = warp_row() + (lane() & 15);
 #pragma unroll
   for (int c = 0; c < Tile::kHeadDimV / 16; ++c) {
     uint32_t packed[4];
@@ -38,7 +39,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const FwdWork
                                     o[8 * c + 2 * i + 1] * inverse[i & 1]);
     }
     ptx::stmatrix_x4(smem.out(warpgroup) + c / kStepsPanel * (64 * kPanelBytes) +
-                         swizzled(row, c % kStepsPanel * 2 + (lane >> 4)),
+                         swizzled(row, c % kStepsPanel * 2 + (lane() >> 4)),
                      packed);
   }
   ptx::fence_proxy_async_shared();
@@ -60,11 +61,13 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const FwdWork
   }
 }
 
-// No row of the tile sees a key: zeros, straight to global memory, for Q's shared memory may already
-// hold the next tile.
+// No row of the tile sees a key: zeros, straight to global memory.
 template <class Tile, DType kDType>
-__device__ __forceinline__ void Consumer<Tile, kDType>::store_empty(const FwdWork& work) {
+__device__ __forceinline__ void Consumer<Tile, kDType>::store_empty() {
   const FwdParams& prm = args.params;
+  const FwdWork& work = this->work();
+  ptx::mbarrier_wait(smem.q_full(warpgroup), tiles % 2);
+  if (!Tile::has(kOutOverQ) || thread == 0) release_q();
   const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
   const int num_rows = min(64, work.seqlen_q_slot - own_q0);
   const int chunks = prm.head_dim_v / 8;
@@ -84,17 +87,12 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run() {
     ptx::named_barrier_arrive(kTurn, 256);
   }
   const auto ring = smem.work_ring();
-  RingPosition<kWorkSlots> at;
-  for (;; at.advance()) {
-    ring.wait_full(at);
-    FwdWork work = smem.work[at.stage];
-    work.q_block = __shfl_sync(~0u, work.q_block, 0);
-    work.seqlen_q = __shfl_sync(~0u, work.seqlen_q, 0);
-    work.seqlen_kv = __shfl_sync(~0u, work.seqlen_kv, 0);
-    if (work.q_block < 0) break;
-    run_tile(work, at.stage);
+  for (;; ++tiles) {
+    ring.wait_full(tiles);
+    if (uniform(smem.work[ring.stage(tiles)].q_block) < 0) break;
+    run_tile();
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+    if (lane() == 0) ptx::mbarrier_arrive(ring.empty(tiles));
   }
   if (Tile::has(kPingPong) && warpgroup == 0) ptx::named_barrier_sync(kTurn, 256);
   // The copy engine still reads this block's shared memory.
@@ -128,7 +126,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<Tile::kRegistersConsumer>();
     const int thread = threadIdx.x % 128;
-    Consumer<Tile, kDType>{smem, args, warpgroup - 1, thread, thread % 32}.run();
+    Consumer<Tile, kDType>{smem, args, warpgroup - 1, thread}.run();
   }
 }
 

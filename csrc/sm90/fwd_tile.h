@@ -34,8 +34,8 @@ struct FwdTile {
   static constexpr int kBlockQ = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   // The budgets add up to what a block of kThreads owns at entry (504 or 512 a lane of four warps).
-  static constexpr int kRegistersConsumer = kWarpgroups == 2 ? 240 : 160;
-  static constexpr int kRegistersProducer = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kRegistersConsumer = kWarpgroups == 2 ? 232 : 160;
+  static constexpr int kRegistersProducer = kWarpgroups == 2 ? 40 : 32;
 
   // A row of a panel is one swizzle width: 64 columns, or 32 where 64 does not divide the head dim.
   static constexpr int kPanelBytes = kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 ? 128 : 64;

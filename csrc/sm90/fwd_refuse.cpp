@@ -1,0 +1,65 @@
+// Calls that the Hopper forward leaves to another folder, and why.
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "sm90/fwd.h"
+
+namespace flash_cuda::sm90 {
+namespace {
+
+// The copy engine wants addresses and strides of whole 16-byte units, and no repeated rows.
+bool map_serves(const void* base, const Stride& stride, bool has_batch_stride, int64_t rows,
+                int heads, int batch) {
+  const auto fits = [](int64_t elements, int64_t count) {
+    return count <= 1 || (elements > 0 && elements % 8 == 0 && elements < (int64_t(1) << 38));
+  };
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && fits(stride.row, rows) &&
+         fits(stride.head, heads) && (!has_batch_stride || fits(stride.batch, batch));
+}
+
+// Sequences with used lengths are found by counting rows through the batch.
+bool rows_count_through(const Stride& stride, int batch) {
+  return batch <= 1 || (stride.row > 0 && stride.batch % stride.row == 0);
+}
+
+const char* refuse_layout(const FwdParams& p) {
+  const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
+  const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q;
+  const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv;
+  const char* kText =
+      "q, k and v need 16-byte aligned addresses and strides without broadcasting for Hopper's "
+      "copy engine";
+  if (!map_serves(p.q, p.q_stride, !packed_q, rows_q, p.num_heads_q, p.batch)) return kText;
+  if (!map_serves(p.k, p.k_stride, !packed_kv, rows_kv, p.num_heads_kv, p.batch)) return kText;
+  if (!map_serves(p.v, p.v_stride, !packed_kv, rows_kv, p.num_heads_kv, p.batch)) return kText;
+  if (!map_serves(p.out, p.out_stride, !packed_q, rows_q, p.num_heads_q, p.batch)) return kText;
+  const bool counts = (!p.seqused_q || packed_q || rows_count_through(p.q_stride, p.batch)) &&
+                      (!p.seqused_k || packed_kv || (rows_count_through(p.k_stride, p.batch) &&
+                                                     rows_count_through(p.v_stride, p.batch)));
+  if (!counts) return "used lengths with a batch stride that is no multiple of the row stride";
+  // Rows, their sums and tile numbers are 32-bit on the device.
+  constexpr int64_t kMaxRows = int64_t(1) << 29;
+  if (p.total_q > kMaxRows || p.total_kv > kMaxRows) return "more than 2^29 rows";
+  return nullptr;
+}
+
+}  // namespace
+
+const char* refuse_fwd(const FwdParams& p) {
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "dtype";
+  if (p.dropout_p > 0.0f) return "dropout is served by sm80";
+  if (p.qv) return "qv is served by sm80";
+  if (p.block_table) return "paged caches are served by sm80";
+  if (p.cache_batch_idx) return "cache_batch_idx is served by sm80";
+  if (p.leftpad_k) return "leftpad_k is served by sm80";
+  if (p.softcap != 0.0f) return "softcap is served by sm80";
+  if (p.alibi_slopes) return "alibi_slopes is served by sm80";
+  if (p.bias) return "bias is served by sm80";
+  if (p.sink) return "sink is served by sm80";
+  if (!(p.softmax_scale > 0.0f)) return "a softmax_scale that is not positive is served by sm80";
+  if (p.num_splits > 1 || p.out_partial) return "split-KV is served by the decode kernels";
+  if (p.cu_seqlens_q || p.cu_seqlens_k) return "packed sequences are served by sm80";
+  return refuse_layout(p);
+}
+
+}  // namespace flash_cuda::sm90
