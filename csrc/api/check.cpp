@@ -189,10 +189,11 @@ void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
 void check_bias(const FwdArgs& a, const Sizes& s) {
   const TensorInfo& bias = a.bias;
   if (!bias.given()) return;
-  const bool fp8 = a.q.dtype == ScalarType::kFloat8E4M3;
-  if (bias.dtype != ScalarType::kFloat32 && (fp8 || bias.dtype != a.q.dtype)) {
-    refuse_type("bias must be float32", fp8 ? "" : " or ", fp8 ? "" : name_of(a.q.dtype), ", got ",
-                name_of(bias.dtype));
+  const bool only_float32 =
+      a.q.dtype == ScalarType::kFloat8E4M3 || a.q.dtype == ScalarType::kFloat32;
+  if (bias.dtype != ScalarType::kFloat32 && (only_float32 || bias.dtype != a.q.dtype)) {
+    refuse_type("bias must be float32", only_float32 ? "" : " or ",
+                only_float32 ? "" : name_of(a.q.dtype), ", got ", name_of(bias.dtype));
   }
   if (a.cu_seqlens_q.given() || a.cu_seqlens_k.given()) {
     refuse_value("bias needs dense q and k, got cu_seqlens; alibi_slopes and sink work with them");
