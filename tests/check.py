@@ -175,13 +175,14 @@ def run(case: AttentionCase, backend: Backend) -> None:
 def cancellation(case: AttentionCase, inputs: Inputs, want: dict[str, Tensor], name: str) -> float:
     """What rounding leaves of a gradient whose terms cancel, even to exactly 0.
 
-    dsink sums one term for each row; the rounding of out makes each term wrong by chance, so the
-    sum is wrong by the root of the sum of squares (here: at most four times that, of few numbers).
+    dsink and dbias sum a term for each row (and more, if bias is repeated); the rounding of out
+    makes each term wrong by chance, and the sum by the root of the sum of squares: at most four
+    times that is allowed, because a few such numbers have no reliable maximum to compare with.
     dS = P * (dP - delta) is a difference of two float32 dot products of dout with v and with out.
     """
-    if name == "dsink":
-        spread = float(want["dsink_spread"].max().sqrt())
-        return 4.0 * HALF_ULP[case.torch_dtype] * spread
+    if name in ("dbias", "dsink"):
+        largest_spread = want[f"{name}_spread"].max() if want[name].numel() else torch.zeros(())
+        return 4.0 * HALF_ULP[case.torch_dtype] * float(largest_spread.sqrt())
     unit = 2.0**-50 if case.dtype == "float64" else 2.0**-21
     assert inputs.dout is not None
     dp = largest(inputs.dout.double()) * largest(inputs.kw["v"].double()) * case.dim_v**0.5

@@ -129,7 +129,7 @@ def sequence(
 
     Returns:
         out (rows, heads, head_dim_v), lse (heads, rows), and dq, dk, dv like q, k, v; dbias
-        (heads, rows, keys), dsink (heads,), and dsink_spread, see `solve`.
+        (heads, rows, keys), dsink (heads,), and their spreads, see `solve`.
     """
     rd = precision.round
     heads, rows, keys = q.shape[1], q.shape[0], k.shape[0]
@@ -163,11 +163,13 @@ def sequence(
     dp = torch.einsum("ihd,jhd->hij", dout, v) * factor
     ds = p * (dp - delta[..., None])
     result["dbias"] = ds
+    # How far rounding of the entries of out moves delta, squared, in units of that rounding.
+    spread = (dout * out).pow(2).sum(-1).transpose(0, 1)
+    result["dbias_spread"] = p.pow(2) * spread[..., None]
     if sink is not None:
         p_sink = torch.where(no_keys, 0.0, torch.exp(sink[:, None] - torch.where(no_keys, 0.0, lse)))
         result["dsink"] = -(p_sink * delta).sum(1)
-        # How far rounding of each entry of out moves the sum, in units of that rounding.
-        result["dsink_spread"] = (p_sink.transpose(0, 1)[..., None] * dout * out).pow(2).sum((0, 2))
+        result["dsink_spread"] = (p_sink.pow(2) * spread).sum(1)
     if t is not None:
         ds = ds * (1.0 - t * t)
     ds = rd(ds)
@@ -282,7 +284,6 @@ class _Call:
             options["keep"] = torch.stack(
                 [dropout_keep(state, p, b * self.heads + h, rows, keys) for h in range(self.heads)]
             ).to(device)
-            options["dropout_p"] = float(np.float32(p))
         return options
 
 
@@ -315,8 +316,8 @@ def solve(
 
     Returns:
         out and lse, and with dout also dq, dk, dv, dbias and dsink (where there is a bias, a
-        sink), whole: rows that do not count are 0, their lse -inf. dsink is a sum of terms of
-        both signs; dsink_spread is the sum of their squares, for a bound on its error.
+        sink), whole: rows that do not count are 0, their lse -inf. dsink and dbias are sums of
+        terms of both signs; dsink_spread and dbias_spread bound the squares of their errors.
     """
     call = _Call(kw, precision)
     dtype, q = precision.compute, call.q
@@ -331,6 +332,7 @@ def solve(
         result.update(dq=zeros(*q.shape), dk=zeros(*call.k.shape), dv=zeros(*call.v.shape))
         if bias is not None:
             result["dbias"] = zeros(*bias.shape)
+            result["dbias_spread"] = zeros(*bias.shape)
         if sink is not None:
             result["dsink"] = zeros(*sink.shape)
             result["dsink_spread"] = zeros(*sink.shape)
@@ -355,6 +357,7 @@ def solve(
             place[:] = precision.round(_grouped(one[name], call.heads_kv))
         if bias is not None:
             _add_dbias(result["dbias"], one["dbias"], b)
+            _add_dbias(result["dbias_spread"], one["dbias_spread"], b)
         if sink is not None:
             result["dsink"] += one["dsink"]
             result["dsink_spread"] += one["dsink_spread"]
