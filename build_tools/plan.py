@@ -19,6 +19,9 @@ CSRC = ROOT / "csrc"
 # Torch 2.10: the stable ABI of that version, which every later torch has too.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
+# Generated, in a file of its own: a new commit compiles nothing else.
+COMMIT_SOURCE = "generated/commit.cpp"
+
 HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas=-v", "--keep"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-Wno-deprecated-gpu-targets"]
@@ -76,6 +79,7 @@ def make_plan(tools: Toolchain, build: Path) -> Plan:
     units = [_kernel_unit(tools, s, f, build) for f in folders for s in _sources(f, ".cu")]
     host_sources = [CSRC / "torch_binding.cpp", CSRC / "module.cpp", *_sources("api", ".cpp")]
     host_sources += [source for folder in folders for source in _sources(folder, ".cpp")]
+    host_sources.append(build / COMMIT_SOURCE)
     units += [_host_unit(tools, source, folders, build) for source in host_sources]
     # The longest first, so that no core waits for a late straggler.
     units.sort(key=lambda unit: (-unit.expected_seconds, unit.name))
@@ -95,7 +99,8 @@ def _sources(folder: str, suffix: str) -> list[Path]:
 
 
 def _object(source: Path, build: Path) -> Path:
-    return build / "obj" / source.relative_to(ROOT).with_suffix(".o")
+    base = build if build in source.parents else ROOT
+    return build / "obj" / source.relative_to(base).with_suffix(".o")
 
 
 def _kernel_unit(tools: Toolchain, source: Path, folder: str, build: Path) -> Unit:

@@ -415,6 +415,7 @@ def test_without_kernels_only_the_host_sources_are_compiled(csrc: Path, tmp_path
         "torch_binding.cpp",
         "module.cpp",
         "dispatch.cpp",
+        "commit.cpp",
     }
     assert not any("cudart" in flag for flag in whole.link_flags)
     assert not any("WITH_SM" in word for unit in whole.units for word in unit.command)
@@ -422,7 +423,7 @@ def test_without_kernels_only_the_host_sources_are_compiled(csrc: Path, tmp_path
 
 def test_kernels_and_what_tells_of_them(csrc: Path, tmp_path: Path) -> None:
     whole = plan.make_plan(tools(tmp_path, (80, 90)), tmp_path / "build")
-    assert len(whole.units) == 8
+    assert len(whole.units) == 9
     dispatch = words(whole, "dispatch.cpp")
     assert "-DFLASH_CUDA_WITH_SM80" in dispatch
     assert "-DFLASH_CUDA_WITH_SM90" in dispatch
@@ -430,7 +431,7 @@ def test_kernels_and_what_tells_of_them(csrc: Path, tmp_path: Path) -> None:
     assert "-lcudart_static" in whole.link_flags
     only_ampere = plan.make_plan(tools(tmp_path, (86,)), tmp_path / "build")
     assert "-DFLASH_CUDA_WITH_SM90" not in words(only_ampere, "dispatch.cpp")
-    assert len(only_ampere.units) == 7
+    assert len(only_ampere.units) == 8
 
 
 def test_torch_is_the_bindings_alone(csrc: Path, tmp_path: Path) -> None:
@@ -460,17 +461,22 @@ def test_cutlass_is_asked_for_by_who_includes_it(csrc: Path) -> None:
     assert not plan.needs_cutlass((90,))
 
 
-def test_build_info_is_rewritten_only_if_it_changes(csrc: Path, tmp_path: Path) -> None:
+def test_a_new_commit_leaves_the_build_info_as_it_is(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = tools(tmp_path, (80, 90))
-    whole = plan.make_plan(found, tmp_path / "build")
-    header = tmp_path / "build_info.h"
-    build.write_build_info(found, whole, header)
+    whole = plan.make_plan(found, tmp_path)
+    header, commit = tmp_path / "generated/build_info.h", tmp_path / plan.COMMIT_SOURCE
+    build.write_build_info(found, whole, tmp_path)
     text = header.read_text()
     assert '#define FLASH_CUDA_BUILD_ARCHS "80,90"' in text
     assert '#define FLASH_CUDA_BUILD_CODES "sm80:sm_80,sm80:sm_90,sm90:sm_90a"' in text
     assert '#define FLASH_CUDA_BUILD_NVCC "13.0.88"' in text
     before = header.stat().st_mtime_ns
-    build.write_build_info(found, whole, header)
+    for name in ("0123456789ab", "ba9876543210"):
+        monkeypatch.setattr(build, "commit", lambda name=name: name)
+        build.write_build_info(found, whole, tmp_path)
+        assert f'"{name}"' in commit.read_text()
     assert header.stat().st_mtime_ns == before
 
 
