@@ -10,10 +10,6 @@
 
 using px::M;
 
-namespace px {
-void load_environment();
-}
-
 // Defined by the generated index of the library.
 extern "C" const int flash_cuda_emulator_library_cc;
 

@@ -2,6 +2,7 @@
 //
 // Settings are "key=value" pairs separated by commas, first from the environment variable
 // FLASH_CUDA_EMULATOR, later from flash_cuda_emulator_configure.
+#include <algorithm>
 #include <cstdlib>
 
 #include "machine.h"
@@ -68,6 +69,21 @@ KernelInfo const* find_kernel(char const* name) {
     for (uint32_t i = 0; i < m.num_kernels; ++i)
       if (!strcmp(m.kernels[i].function->name, name)) return &m.kernels[i];
   return nullptr;
+}
+
+// Device variables are taken back to their first values after a failure: what a launch that was
+// cut short has left in them (a counter, a lock) must not fail the next one.
+void reset_variables() {
+  static std::vector<std::vector<uint8_t>> first;
+  bool const fresh = first.empty();
+  size_t k = 0;
+  for (ModuleInfo const& m : modules())
+    for (uint32_t i = 0; i < m.num_variables; ++i, ++k) {
+      auto* p = static_cast<uint8_t*>(m.variables[i].address);
+      if (fresh) first.emplace_back(p, p + m.variables[i].size);
+      else std::copy(first[k].begin(), first[k].end(), p);
+    }
+  if (fresh) first.emplace_back();  // also known to be taken where there are none
 }
 
 VariableInfo const* find_variable(char const* name) {

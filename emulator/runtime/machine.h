@@ -113,6 +113,7 @@ struct Cta {
   std::vector<Thread*> register_waiters;
   std::vector<SmemWriter> writers;
   std::map<int, std::unique_ptr<WgmmaGather>> wgmma_gather;  // by warpgroup
+  std::map<uint32_t, uint32_t> wgmma_waits;  // of the first thread to exit, by warpgroup
 };
 
 struct Cluster {
@@ -267,7 +268,9 @@ void encode_tensor_map(void* out, int dtype, uint32_t rank, void* base, uint64_t
                        int interleave, int swizzle, int oob);
 void reduce_bytes(Thread& t, int at, Reduction r, Element e, uint8_t* dst, uint8_t const* src,
                   uint32_t n);
-// ---- modules.cpp
+// ---- control.cpp
+void load_environment();  // settings, once
+void reset_variables();   // device variables: the first call notes their values
 KernelInfo const* find_kernel(char const* name);
 VariableInfo const* find_variable(char const* name);
 

@@ -478,6 +478,11 @@ void Thread::exit_thread() {
     if (!d->done) fail(at, "exit with wgmma in flight");
   for (Done const& d : a.tmem_loads)
     if (!d->done) fail(at, "exit with tcgen05.ld in flight");
+  if (a.wgmma_committed) {
+    auto [it, first] = cta->wgmma_waits.try_emplace(warp_id / 4, a.wgmma_waits);
+    if (!first && it->second != a.wgmma_waits)
+      fail(at, "wgmma.wait_group was executed by some warps of the warpgroup only");
+  }
   a.state = State::kExited;
   --cta->alive;
   warp->alive &= ~(1u << lane);
@@ -533,6 +538,8 @@ void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* p
   std::lock_guard<std::mutex> lock(launch_mutex);
   auto const start = std::chrono::steady_clock::now();
   reset_queues();
+  static bool const noted = (reset_variables(), true);
+  (void)noted;
   M.kernel = &kernel;
   M.launch = launch;
   M.params = params;
@@ -552,6 +559,7 @@ void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* p
     } catch (...) {
       abandon();
       reset_queues();
+      reset_variables();
       throw;
     }
   }
