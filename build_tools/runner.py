@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -74,6 +75,11 @@ def compile_unit(unit: Unit) -> Stamp:
     stamp = Stamp(_identity(unit), started, seconds, log, unit.object.stat().st_size)
     _stamp_file(unit).write_text(json.dumps(asdict(stamp)))
     return stamp
+
+
+def warnings(log: str) -> list[str]:
+    """The lines of a log that are a compiler's warnings."""
+    return [line.strip() for line in log.splitlines() if re.search(r"\bwarning\b", line)]
 
 
 def _worth_showing(log: str) -> str:
