@@ -213,7 +213,9 @@ class _Builder:
         if case.layout == "packed":
             starts = self.offsets(tuple(last))
             kw["cu_seqlens_k"] = self.ints(starts)
-            where = [[(slice(starts[b] + pads[b], starts[b] + last[b]),)] for b in range(self.batch)]
+            where = [
+                [(slice(starts[b] + pads[b], starts[b] + last[b]),)] for b in range(self.batch)
+            ]
             shape: tuple[int, ...] = (starts[-1] + case.slack,)
         elif case.layout.endswith("paged"):
             where, shape = self.pages(kw, last), kw.pop("_pages")

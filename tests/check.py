@@ -61,7 +61,8 @@ class Backend:
         if self.is_emulated:
             return flash_cuda.use_kernel(self.name)
         if self.is_engine and case.tiles is not None:
-            return use_options(EngineOptions(block_q=case.tiles[0], block_kv=case.tiles[1]))
+            block_q, block_kv = case.tiles
+            return use_options(EngineOptions(block_q, block_kv, tile_scores=3 * block_q * block_kv))
         return nullcontext()
 
     def call(self, case: AttentionCase, op: str, *args: Any, **kw: Any) -> Any:

@@ -52,7 +52,9 @@ def draw_case(
     dtype = choose(dtypes)
     fp8 = dtype.startswith("float8")
     grads = not fp8 and choose((False, True))
-    layouts = ["dense", "packed"] if grads else ["dense", "packed", "cache", "paged", "packed_paged"]
+    layouts = (
+        ["dense", "packed"] if grads else ["dense", "packed", "cache", "paged", "packed_paged"]
+    )
     layout = choose(layouts)
     batch = choose((1, 1, 2, 3, 5) if small else (1, 2, 3, 5, 9))
     rows, keys = draw_lengths(choose, batch, lengths), draw_lengths(choose, batch, lengths)

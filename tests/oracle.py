@@ -167,7 +167,9 @@ def sequence(
     spread = (dout * out).pow(2).sum(-1).transpose(0, 1)
     result["dbias_spread"] = p.pow(2) * spread[..., None]
     if sink is not None:
-        p_sink = torch.where(no_keys, 0.0, torch.exp(sink[:, None] - torch.where(no_keys, 0.0, lse)))
+        p_sink = torch.where(
+            no_keys, 0.0, torch.exp(sink[:, None] - torch.where(no_keys, 0.0, lse))
+        )
         result["dsink"] = -(p_sink * delta).sum(1)
         result["dsink_spread"] = (p_sink.pow(2) * spread).sum(1)
     if t is not None:

@@ -111,7 +111,9 @@ def test_wanted(case: AttentionCase, backend: Backend) -> None:
 @with_cases(
     each(
         [
-            AttentionCase(grads=True, rows=(300,), keys=(300,), heads=4, heads_kv=2, window_right=0),
+            AttentionCase(
+                grads=True, rows=(300,), keys=(300,), heads=4, heads_kv=2, window_right=0
+            ),
             AttentionCase(grads=True, rows=(280,), keys=(520,), dtype="float32", dlse=True),
             AttentionCase(grads=True, rows=(40,) * 9, keys=(40,) * 9, heads=8, heads_kv=8),
         ],

@@ -132,7 +132,9 @@ def test_combine(splits: int, dtype: torch.dtype | None, backend: Backend) -> No
 # ---- append --------------------------------------------------------------------------------------
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     """Rotary embedding of one row (heads, head_dim) in complex numbers, float64."""
     half = cos.shape[0]
     turn = torch.complex(cos.double(), sin.double())
@@ -159,7 +161,10 @@ def test_append(
     caches = [torch.full((*shape, heads, dim), float("nan"), dtype=dtype) for dim in (64, 72)]
     table = torch.tensor([[7, 2, 4], [0, 8, 3], [5, 6, 1]], dtype=torch.int32)
     rows = torch.tensor([4, 0, 2], dtype=torch.int32)
-    cos, sin = torch.randn(64, rotary_dim // 2).to(dtype), torch.randn(64, rotary_dim // 2).to(dtype)
+    cos, sin = (
+        torch.randn(64, rotary_dim // 2).to(dtype),
+        torch.randn(64, rotary_dim // 2).to(dtype),
+    )
     want_k, want_v = (c.double() for c in caches)
     for b, length in enumerate(lengths):
         for t in range(new):

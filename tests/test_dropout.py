@@ -53,7 +53,9 @@ def test_share_of_kept_entries() -> None:
         assert abs(float(kept) - (1 - p)) < 5 * (p * (1 - p) / 1e6) ** 0.5
 
 
-def drawn_mask(backend: Backend, state: torch.Tensor, p: float, rows: int, keys: int) -> torch.Tensor:
+def drawn_mask(
+    backend: Backend, state: torch.Tensor, p: float, rows: int, keys: int
+) -> torch.Tensor:
     """Reads the mask off the output: with q = 0 and one-hot values it is keep / (1 - p) / keys."""
     q = torch.zeros(2, rows, 3, 64, dtype=torch.float16, device=backend.device)
     k = torch.zeros(2, keys, 3, 64, dtype=torch.float16, device=backend.device)
@@ -95,9 +97,7 @@ def test_mask_bit_for_bit(state: tuple[int, int], backend: Backend) -> None:
         slack=(0, 3),
         window_right=(-1, 0),
     ),
-    grid(
-        AttentionCase(rows=(50,), keys=(130,), dropout_p=0.3), num_splits=(3,), pack_gqa=(0, 1)
-    ),
+    grid(AttentionCase(rows=(50,), keys=(130,), dropout_p=0.3), num_splits=(3,), pack_gqa=(0, 1)),
     grid(AttentionCase(rows=(33,), keys=(300,), dropout_p=0.2, grads=True), tiles=(None, (7, 5))),
 )
 def test_dropout(case: AttentionCase, backend: Backend) -> None:

@@ -41,9 +41,7 @@ def test_empty(case: AttentionCase, backend: Backend) -> None:
         head_dim__head_dim_v=HEAD_DIMS,
         dtype=("bfloat16", "float16"),
     ),
-    grid(
-        AttentionCase(rows=(33,), keys=(70,), window_right=0), head_dim__head_dim_v=HEAD_DIMS_V
-    ),
+    grid(AttentionCase(rows=(33,), keys=(70,), window_right=0), head_dim__head_dim_v=HEAD_DIMS_V),
     grid(AttentionCase(dtype="float32", rows=(9,), keys=(50,)), head_dim=(1, 3, 46, 65, 320)),
 )
 def test_head_dims(case: AttentionCase, backend: Backend) -> None:
@@ -56,7 +54,9 @@ def test_head_dims(case: AttentionCase, backend: Backend) -> None:
         heads__heads_kv=[(4, 1), (4, 2), (6, 2), (7, 1), (5, 5), (14, 2)],
         pack_gqa=(-1, 0, 1),
     ),
-    grid(AttentionCase(rows=(1,) * 5, keys=(66,) * 5, head_dim=32), heads__heads_kv=[(8, 1), (8, 2)]),
+    grid(
+        AttentionCase(rows=(1,) * 5, keys=(66,) * 5, head_dim=32), heads__heads_kv=[(8, 1), (8, 2)]
+    ),
 )
 def test_grouped_heads(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)
@@ -86,7 +86,9 @@ def test_scales(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)
 
 
-@with_cases(grid(AttentionCase(rows=(20, 33, 0, 1), keys=(64, 0, 7, 33), slack=5), dtype=ALL_DTYPES))
+@with_cases(
+    grid(AttentionCase(rows=(20, 33, 0, 1), keys=(64, 0, 7, 33), slack=5), dtype=ALL_DTYPES)
+)
 def test_used_lengths(case: AttentionCase, backend: Backend) -> None:
     """Dense tensors of which each sequence uses a part; the rest is NaN and stays unseen."""
     check(case, backend)
@@ -133,7 +135,9 @@ def test_equal_inputs_give_equal_bits(dtype: torch.dtype, backend: Backend) -> N
 
 def test_nan_in_an_input_is_not_hidden(backend: Backend) -> None:
     """Padding may be NaN; what counts may not be, and then the result says so."""
-    q, k, v = (torch.randn(1, 33, 2, 64, dtype=torch.bfloat16, device=backend.device) for _ in "qkv")
+    q, k, v = (
+        torch.randn(1, 33, 2, 64, dtype=torch.bfloat16, device=backend.device) for _ in "qkv"
+    )
     q[0, 7, 1, 3] = float("nan")
     out, _ = backend.call(AttentionCase(), "fwd", q, k, v)
     assert torch.isnan(out[0, 7, 1]).all()

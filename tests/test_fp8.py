@@ -15,7 +15,13 @@ FP8 = AttentionCase(dtype="float8_e4m3fn", rows=(64, 64), keys=(70, 70), heads=4
     grid(FP8, descale=(False, True), head_dim=(64, 128, 256), window_right=(-1, 0)),
     grid(
         AttentionCase(dtype="float8_e4m3fn", descale=True, heads=4, heads_kv=2),
-        rows__keys=[((1,), (257,)), ((129,), (63,)), ((65, 3), (64, 130)), ((0,), (9,)), ((9,), (0,))],
+        rows__keys=[
+            ((1,), (257,)),
+            ((129,), (63,)),
+            ((65, 3), (64, 130)),
+            ((0,), (9,)),
+            ((9,), (0,)),
+        ],
         window_right=(-1, 0),
     ),
     grid(

@@ -15,6 +15,9 @@ class EngineOptions:
     Attributes:
         block_q: query rows of a tile.
         block_kv: keys of a tile; None picks one from the number of query rows.
+        tile_scores: scores held at once, all heads of a part together; more heads and sequences
+            are worked on one after the other. The default is 2 MB in float32, the level 2 cache
+            of a core.
         rescale_threshold: conditional rescaling. The reference that is subtracted from the
             scores follows the running maximum only when it is left behind by more than this
             many powers of two. 0 follows at once; kernels use 8.
@@ -28,6 +31,7 @@ class EngineOptions:
 
     block_q: int = 128
     block_kv: int | None = None
+    tile_scores: int = 1 << 19
     rescale_threshold: float = 0.0
     exp_share: float = 0.0
     exp_degree: int = 3
@@ -47,7 +51,7 @@ class EngineOptions:
 
     def strict(self) -> EngineOptions:
         """Returns the same tiles without shortcuts."""
-        return EngineOptions(self.block_q, self.block_kv, round_p=self.round_p)
+        return EngineOptions(self.block_q, self.block_kv, self.tile_scores, round_p=self.round_p)
 
 
 _EXACT = EngineOptions()

@@ -11,9 +11,6 @@ from torch import Tensor
 from .mask import Mask
 from .options import EngineOptions
 
-# Scores held at once, all heads of a part together: 2 MB in float32, a core's level 2 cache.
-_TILE_SCORES = 1 << 19
-
 
 @dataclass(frozen=True)
 class Part:
@@ -171,7 +168,7 @@ class Problem:
     def _cut(self, part: Part) -> Iterator[Part]:
         """Cuts a part until its tiles fit the cache: first by sequences, then by heads."""
         tile = self.group * self.block_q(part) * min(self.block_kv(part), max(part.seqlen_kv, 1))
-        pairs = max(1, _TILE_SCORES // max(tile, 1))
+        pairs = max(1, self.options.tile_scores // max(tile, 1))
         heads = min(max(part.h1, 1), pairs)
         sequences = max(1, pairs // max(part.h1, 1))
         for b in range(part.b0, part.b1, sequences):
