@@ -328,11 +328,18 @@ struct Consumer {
     release_k();
     ++blocks;
   }
+  // V is released for the whole warpgroup, so only the warp that does it may look at the barrier:
+  // another one could come late and miss the phase.
+  __device__ __forceinline__ void skip_v(uint32_t block) {
+    if (uniform(thread / 32) == 0) {
+      smem.v_ring().wait_full(block);
+      if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(block));
+    }
+  }
   __device__ __forceinline__ void skip(int count) {
     for (int i = 0; i < count; ++i) {
       skip_k();
-      wait_v();
-      release_v();
+      skip_v(blocks - 1);
     }
   }
 
@@ -582,10 +589,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run_tile() {
                     mask.kv_end(min(own_q0 + 63, mask.seqlen_q - 1)) <= kv_block * kN + kN / 2;
   first_block(kv_block, range.is_masked(kv_block), half);
   if constexpr (Tile::has(kTrimBlocks)) {
-    if (skip_right > 0) {
-      smem.v_ring().wait_full(blocks - 2);
-      if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(blocks - 2));
-    }
+    if (skip_right > 0) skip_v(blocks - 2);
   }
 #pragma unroll
   for (int i = 0; i < Tile::kHeadDimV / 2; ++i) o[i] = 0.f;
