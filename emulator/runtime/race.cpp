@@ -42,12 +42,14 @@ void RaceDetector::start_cluster(Cluster& cluster) {
 // Agents are reused by the next cluster in the same slot; their clocks go on.
 void RaceDetector::start_thread(Thread& t, HbThread& hb) {
   std::string const block = "slot " + std::to_string(t.cta->cluster->slot) + ", rank " +
-                            std::to_string(t.rank) + ", warp " + std::to_string(t.warp_id);
-  std::string const thread = block + ", lane " + std::to_string(t.lane);
+                            std::to_string(t.rank);
+  std::string const warpgroup = block + ", warpgroup " + std::to_string(t.warp_id / 4);
+  std::string const thread =
+      block + ", warp " + std::to_string(t.warp_id) + ", lane " + std::to_string(t.lane);
   char const* kinds[] = {"", ", its cp.async", ", its bulk stores (source)", ", its bulk stores",
                          ", its wgmma", ", its tcgen05"};
   for (int k = 0; k < kHbOwnCount; ++k) {
-    uint32_t const id = new_agent((k == kHbWgmma ? block : thread) + kinds[k]);
+    uint32_t const id = new_agent((k == kHbWgmma ? warpgroup : thread) + kinds[k]);
     hb.own[k] = {id, 0};
   }
   hb.own[kHbThread].clock = ++clocks_[hb.own[kHbThread].id];

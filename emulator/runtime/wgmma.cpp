@@ -143,7 +143,8 @@ void Thread::wgmma(int where, int n, Element a_type, Element b_type, void* const
   op->scale = float(scale_a * scale_b);
   op->a_desc = a_desc;
   op->b_desc = b_desc;
-  // The warps wait for themselves, so each is a reader of its own.
+  // A wgmma completes for the whole warpgroup, whichever warp waits for it; but each warp must
+  // know that the operands are there.
   if (M.race)
     for (int w = 0; w < 4; ++w) {
       Thread& t = *op->who->threads[32 * w];
