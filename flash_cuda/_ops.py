@@ -218,16 +218,16 @@ def _apply_at_this_level(function: type[torch.autograd.Function], *args: Any) ->
         return apply(*args)
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+def _wants_grad(*args: Any, **kwargs: Any) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
 
 
 def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
     """Autograd kernel of `fwd`; torch leaves out trailing arguments that have their default."""
-    options = {**dict(zip(FWD_NAMES[3:], args[3:])), **kwargs}  # noqa: B905
-    q, k, v = args[:3]
-    bias, sink = options.pop("bias", None), options.pop("sink", None)
-    if _wants_grad(q, k, v, bias, sink, options.get("qv")):
+    if _wants_grad(*args, **kwargs):
+        options = {**dict(zip(FWD_NAMES[3:], args[3:])), **kwargs}  # noqa: B905
+        q, k, v = args[:3]
+        bias, sink = options.pop("bias", None), options.pop("sink", None)
         _refuse_untracked(options)
         deterministic = torch.are_deterministic_algorithms_enabled() or _scope.deterministic
         result: OutLse = _apply_at_this_level(
@@ -249,7 +249,7 @@ def _refuse_untracked(options: Options) -> None:
 
 
 def _bwd_autograd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    if _wants_grad(*(a for a in args if isinstance(a, Tensor))):
+    if _wants_grad(*args, **kwargs):
         grads: tuple[Tensor, ...] = _apply_at_this_level(_OnceDifferentiable, BWD, kwargs, *args)
         return grads
     with _below_autograd():
@@ -333,8 +333,7 @@ def attention_forward(
         if torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled():
             with _scope.within(deterministic):
                 return FWD(q, k, v, **options)
-        bias, sink = options.get("bias"), options.get("sink")
-        if not _wants_grad(q, k, v, bias, sink, options.get("qv")):
+        if not _wants_grad(q, k, v, **options):
             with _below_autograd():
                 return FWD(q, k, v, **options)
         return _apply(_apply_at_this_level, q, k, v, options, deterministic)
