@@ -268,6 +268,7 @@ void py_check_combine(const py::args& args, const py::kwargs& kwargs) {
 
 void py_check_kv_append(const py::args& args, const py::kwargs& kwargs) {
   ArgReader in(args, kwargs);
+  in.with_data = true;
   KvAppendArgs a;
   a.k_cache = in.tensor("k_cache");
   a.v_cache = in.tensor("v_cache");
@@ -281,6 +282,7 @@ void py_check_kv_append(const py::args& args, const py::kwargs& kwargs) {
   a.rotary_interleaved = in.value<bool>("rotary_interleaved", true);
   in.finish();
   check_kv_append(a);
+  if (a.k.device == DeviceType::kCpu) check_append_lengths(a);
 }
 
 // ---- explain
@@ -417,10 +419,11 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("check_fwd", &py_check_fwd,
         "Checks the arguments of fwd: ValueError or TypeError that names the first wrong one. "
-        "With FLASH_CUDA_DEBUG=1 also the values of CPU lengths.");
+        "With FLASH_CUDA_DEBUG=1 also the values of lengths, if they are on the CPU.");
   m.def("check_bwd", &py_check_bwd, "Like check_fwd, for bwd.");
   m.def("check_combine", &py_check_combine, "Like check_fwd, for combine.");
-  m.def("check_kv_append", &py_check_kv_append, "Like check_fwd, for kv_append_.");
+  m.def("check_kv_append", &py_check_kv_append,
+        "Like check_fwd, for kv_append_; always checks the values of lengths on the CPU.");
   m.def("refusal_type", &py_refusal_type, py::arg("text"),
         "The exception type that the last refusal of an op in this thread stands for, given its "
         "text: ValueError, TypeError or NotImplementedError; None if the text is another.");

@@ -354,16 +354,26 @@ struct Place {
   cudaStream_t stream = nullptr;
 };
 
-// In the debug mode, the checks of values: copies them to the host, which waits for the GPU.
-void check_values(ArgReader& in, FwdArgs a, const Sizes& sizes) {
-  if (!debug_mode()) return;
-  for (TensorInfo* t : {&a.cu_seqlens_q, &a.cu_seqlens_k, &a.seqused_q, &a.seqused_k, &a.leftpad_k,
-                        &a.block_table, &a.cache_batch_idx}) {
+// Copies tensors to the host, which waits for the GPU.
+void fetch(ArgReader& in, std::initializer_list<TensorInfo*> tensors) {
+  for (TensorInfo* t : tensors) {
     if (!t->given() || t->device == DeviceType::kCpu) continue;
     const stable::Device cpu(torch::headeronly::DeviceType::CPU, 0);
     *t = in.keep(t->name, stable::to(in.tensor_of(*t), cpu));
   }
+}
+
+// The checks of values, in the debug mode.
+void check_values(ArgReader& in, FwdArgs a, const Sizes& sizes) {
+  if (!debug_mode()) return;
+  fetch(in, {&a.cu_seqlens_q, &a.cu_seqlens_k, &a.seqused_q, &a.seqused_k, &a.leftpad_k,
+             &a.block_table, &a.cache_batch_idx});
   check_lengths(a, sizes);
+}
+void check_values(ArgReader& in, KvAppendArgs a) {
+  if (!debug_mode()) return;
+  fetch(in, {&a.cache_seqlens, &a.block_table, &a.cache_batch_idx});
+  check_append_lengths(a);
 }
 
 // ---- keys without a single row
@@ -535,15 +545,13 @@ void combine(StableIValue* stack) {
     out.zero();
     lse.fill(-INFINITY);
   } else {
-    const KernelTable* table = table_with_combine(place.kernels);
-    if (!table || kernel_dtype(a.out_partial) != DType::kFloat32) {
-      refuse_no_kernel(place.kernels, {"combine is not built"});
-    }
+    kernel_dtype(a.out_partial);  // refuses float64
+    if (!place.kernels.combine) refuse_no_kernel(place.kernels, {"combine is not built"});
     TensorInfo result = a.out_partial;
     result.name = "dtype";
     result.dtype = type;
-    table->combine(combine_params(a, out.data(), kernel_dtype(result), lse.data<float>()),
-                   place.stream);
+    place.kernels.combine(combine_params(a, out.data(), kernel_dtype(result), lse.data<float>()),
+                          place.stream);
   }
   stack[0] = out.release();
   stack[1] = lse.release();
@@ -564,11 +572,11 @@ void kv_append_(StableIValue* stack) {
   a.rotary_sin = in.optional_tensor("rotary_sin");
   a.rotary_interleaved = in.value<bool>();
   check_kv_append(a);
+  check_values(in, a);
   const Place<kEmulated> place(a.k);
   if (a.k.numel() == 0) return;
-  const KernelTable* table = table_with_kv_append(place.kernels);
-  if (!table) refuse_no_kernel(place.kernels, {"kv_append_ is not built"});
-  table->kv_append(kv_append_params(a), place.stream);
+  if (!place.kernels.kv_append) refuse_no_kernel(place.kernels, {"kv_append_ is not built"});
+  place.kernels.kv_append(kv_append_params(a), place.stream);
 }
 
 // The form that torch calls; notes refusals for `_C.refusal_type`.

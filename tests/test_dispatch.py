@@ -163,6 +163,8 @@ def test_cache(splits: dict[str, int]) -> None:
         call[name] = torch.randn(5, 13, *call[name].shape[2:])
     call |= {"cache_batch_idx": i32(4, 1), "seqused_k": i32(12, 5), "leftpad_k": i32(2, 0)}
     check_fwd(**call, window_right=0, **splits)
+    # Columns of bias count from the first key that counts.
+    check_fwd(**call, bias=torch.randn(2, 4, 3, 13), **splits)
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -176,6 +178,8 @@ def test_pages(packed_q: bool, splits: dict[str, int]) -> None:
     if packed_q:
         call |= {"q": torch.randn(4, 4, 16), "cu_seqlens_q": i32(0, 1, 4)}
     check_fwd(**call, window_right=0, **splits)
+    if not packed_q:
+        check_fwd(**call, bias=torch.randn(2, 4, 3, 16), **splits)
 
 
 def strided(name: str, call: dict[str, Any]) -> dict[str, Any]:

@@ -422,6 +422,31 @@ def test_values_in_the_debug_mode(
             function(**call)
 
 
+APPEND_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"cache_seqlens": i32(0, 8)}, "cache_seqlens must .* 3 new keys .* 10, got 8 for sequence 1"),
+    ({"cache_seqlens": i32(-1, 0)}, "cache_seqlens must leave room .* got -1 for sequence 0"),
+    ({"cache_batch_idx": i32(1, 2)}, "cache_batch_idx must be 0 to 1, got 2 for sequence 1"),
+    ({"block_table": TABLE + 2}, r"block_table must hold pages 0 to 1, got 2 at \(0, 0\)"),
+    ({"rotary_cos": zeros(2, 4), "rotary_sin": zeros(2, 4)},
+     r"rotary_cos must have a row for each position, 3 of them, got \(2, 4\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "pattern"), APPEND_VALUES, ids=[str(list(v[0])) for v in APPEND_VALUES]
+)
+def test_values_of_kv_append(
+    wrong: dict[str, Any], pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU they are always checked."""
+    for function in (_C.check_kv_append, ops.kv_append_):
+        with pytest.raises(ValueError, match=pattern):
+            function(**(append_call() | wrong))
+    monkeypatch.setenv("FLASH_CUDA_DEBUG", "1")
+    with pytest.raises(ValueError, match=pattern):
+        ops._kv_append_emulated_(**(append_call() | wrong))
+
+
 # ---- what is not served, and what is no call at all
 
 

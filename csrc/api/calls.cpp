@@ -51,39 +51,50 @@ void fill_partials(FwdCall& call) {
   call.lse_partial_numel = p.num_splits * p.lse_partial_split_stride;
 }
 
-// The split-KV kernel that the call asks for, or that is faster; null: none. Fills the split
-// fields of `p`.
-const FwdKernel* plan_split(const FwdArgs& a, const Kernels& kernels, FwdParams& p) {
-  const bool asked = a.num_splits > 1 || a.split_size > 0;
-  if (!asked && a.num_splits == 1) return nullptr;
-  p.num_splits = a.num_splits > 1 ? static_cast<int>(a.num_splits) : 2;
+// The split-KV kernel that the call asks for; refuses the call if there is none.
+const FwdKernel* split_as_asked(const FwdArgs& a, const Kernels& kernels, FwdParams& p) {
+  p.num_splits = static_cast<int>(max_of(a.num_splits, int64_t{2}));
   p.split_size = static_cast<int>(min_of(a.split_size, int64_t{kUnbounded}));
   const FwdKernel* row = select_decode(kernels, p);
-  if (row != nullptr) {
-    const SplitShape shape = split_shape(a, p, *row);
-    if (a.pack_gqa < 0) p.pack_gqa = plan_pack_gqa(shape);
-    if (asked) {
-      if (a.split_size > 0) {
-        p.num_splits = static_cast<int>(ceil_div(int64_t{p.seqlen_kv}, a.split_size));
-      }
-      return row;
-    }
-    // More than a tile of rows: worth it only if most of the device would idle, and not at the
-    // price of an older kernel.
-    const FwdKernel* whole = is_decode(shape, p.pack_gqa) ? nullptr : select_fwd(kernels, p);
-    const bool worth = whole == nullptr || (whole->arch <= row->arch &&
-                                            2 * count_tiles(shape, p.pack_gqa) <= p.num_sms);
-    if (worth) {
-      p.num_splits = plan_num_splits(shape, p.pack_gqa, kMaxAutomaticSplits);
-      if (whole == nullptr || p.num_splits > 1) return row;
-    }
-  } else if (asked) {
+  if (row == nullptr) {
     std::vector<std::string> reasons;
     select_decode(kernels, p, &reasons);
     refuse_no_kernel(kernels, reasons);
   }
-  p.num_splits = 1;
-  return nullptr;
+  if (a.pack_gqa < 0) p.pack_gqa = plan_pack_gqa(split_shape(a, p, *row));
+  if (a.split_size > 0) {
+    p.num_splits = static_cast<int>(ceil_div(int64_t{p.seqlen_kv}, a.split_size));
+  }
+  return row;
+}
+
+// The split-KV kernel where it is faster than `whole`, the kernel that serves the call in one
+// part (null: none does); else null. Fills the split fields of `p`.
+const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const FwdKernel* whole,
+                                 FwdParams& p) {
+  FwdParams split = p;
+  split.num_splits = a.num_splits == 1 ? 1 : 2;
+  const FwdKernel* row = select_decode(kernels, split);
+  if (row == nullptr) return nullptr;
+  const SplitShape shape = split_shape(a, split, *row);
+  if (a.pack_gqa < 0) split.pack_gqa = plan_pack_gqa(shape);
+  if (a.num_splits != 1) {
+    split.num_splits = plan_num_splits(shape, split.pack_gqa, kMaxAutomaticSplits);
+  }
+  bool faster = whole == nullptr;
+  if (!faster && a.num_splits != 1 && is_decode(shape, split.pack_gqa)) {
+    // In one part, packing alone pays where loads of K and V outweigh the partials.
+    const int64_t rows = shape.seqlen_q * (p.num_heads_q / p.num_heads_kv);
+    faster = split.num_splits > 1 || (split.pack_gqa && shape.visible_kv > 4 * rows);
+  } else if (!faster) {
+    // More than a tile of rows: only if most of the device would idle, and not at the price of
+    // an older kernel.
+    faster = split.num_splits > 1 && whole->arch <= row->arch &&
+             2 * count_tiles(shape, split.pack_gqa) <= p.num_sms;
+  }
+  if (!faster) return nullptr;
+  p = split;
+  return row;
 }
 
 }  // namespace
@@ -117,27 +128,24 @@ FwdCall prepare_fwd(const FwdArgs& a, const Sizes& s, const Kernels& kernels) {
   FwdParams& p = call.params;
   p = fill_fwd_params(a, s, kernels.device);
   p.pack_gqa = a.pack_gqa == 1;
-  call.kernel = plan_split(a, kernels, p);
-  if (call.kernel == nullptr) {
-    p.pack_gqa = a.pack_gqa == 1;
-    call.kernel = select_fwd(kernels, p);
-    if (call.kernel != nullptr) {
-      if (a.pack_gqa < 0) p.pack_gqa = plan_pack_gqa(split_shape(a, p, *call.kernel));
-      call.workspace_bytes = call.kernel->workspace_bytes(p);
+  if (a.num_splits > 1 || a.split_size > 0) {
+    call.kernel = split_as_asked(a, kernels, p);
+  } else {
+    const FwdKernel* whole = select_fwd(kernels, p);
+    call.kernel = split_if_faster(a, kernels, whole, p);
+    if (call.kernel == nullptr) {
+      if (whole == nullptr) {
+        std::vector<std::string> reasons;
+        select_fwd(kernels, p, &reasons);
+        refuse_no_kernel(kernels, reasons);
+      }
+      call.kernel = whole;
+      call.workspace_bytes = whole->workspace_bytes(p);
       return call;
     }
-    // What only the split-KV kernels can do, they do in one part.
-    call.kernel = select_decode(kernels, p);
-    if (call.kernel == nullptr) {
-      std::vector<std::string> reasons;
-      select_fwd(kernels, p, &reasons);
-      refuse_no_kernel(kernels, reasons);
-    }
-    if (a.pack_gqa < 0) p.pack_gqa = plan_pack_gqa(split_shape(a, p, *call.kernel));
   }
-  const KernelTable* table = table_with_combine(kernels);
-  if (table == nullptr) refuse_no_kernel(kernels, {"combine is not built"});
-  call.combine = table->combine;
+  if (!kernels.combine) refuse_no_kernel(kernels, {"combine is not built"});
+  call.combine = kernels.combine;
   fill_partials(call);
   call.workspace_bytes = call.kernel->workspace_bytes(p);
   return call;

@@ -27,10 +27,11 @@ Sizes check_bwd(const BwdArgs& args);
 void check_combine(const CombineArgs& args);
 void check_kv_append(const KvAppendArgs& args);
 
-// The values of cu_seqlens_q/k, seqused_q/k, leftpad_k, block_table and cache_batch_idx, whose
-// `data` must be readable here: reading them from a GPU costs a synchronisation, so this runs only
-// where FLASH_CUDA_DEBUG=1 asks for it.
+// The values of lengths, offsets, pages and cache rows, whose `data` must be readable here: reading
+// them from a GPU costs a synchronisation, so these run only where FLASH_CUDA_DEBUG=1 asks for it
+// (check_append_lengths also for CPU tensors).
 void check_lengths(const FwdArgs& args, const Sizes& sizes);
+void check_append_lengths(const KvAppendArgs& args);
 bool debug_mode();
 
 std::string shape_text(const TensorInfo& tensor);   // "(2, 128, 4, 64)"

@@ -48,6 +48,26 @@ void check_used(const TensorInfo& used, const TensorInfo& cu_seqlens, int64_t de
   }
 }
 
+void check_cache_row(const TensorInfo& cache_batch_idx, int64_t rows, int64_t b) {
+  if (!cache_batch_idx.given()) return;
+  const int row = cache_batch_idx.as<int>()[b];
+  if (row < 0 || row >= rows) {
+    refuse_value("cache_batch_idx must be 0 to ", rows - 1, ", got ", row, " for sequence ", b);
+  }
+}
+
+// Entries behind the length may be anything.
+void check_pages(const TensorInfo& table, int64_t length, int64_t page_size, int64_t num_pages,
+                 int64_t b) {
+  if (!table.given()) return;
+  const int* pages = table.as<int>() + b * table.stride(0);
+  for (int64_t i = 0; i < ceil_div(length, page_size); ++i) {
+    if (pages[i] >= 0 && pages[i] < num_pages) continue;
+    refuse_value("block_table must hold pages 0 to ", num_pages - 1, ", got ", pages[i], " at (", b,
+                 ", ", i, ")");
+  }
+}
+
 }  // namespace
 
 void check_lengths(const FwdArgs& a, const Sizes& s) {
@@ -65,20 +85,26 @@ void check_lengths(const FwdArgs& a, const Sizes& s) {
                      " for sequence ", b);
       }
     }
-    if (a.cache_batch_idx.given()) {
-      const int row = a.cache_batch_idx.as<int>()[b];
-      if (row < 0 || row >= a.k.size(0)) {
-        refuse_value("cache_batch_idx must be 0 to ", a.k.size(0) - 1, ", got ", row,
-                     " for sequence ", b);
-      }
+    check_cache_row(a.cache_batch_idx, a.k.size(0), b);
+    check_pages(a.block_table, length, s.page_size, s.num_pages, b);
+  }
+}
+
+void check_append_lengths(const KvAppendArgs& a) {
+  const bool paged = a.block_table.given();
+  const int64_t page_size = a.k_cache.size(1);
+  const int64_t capacity = paged ? page_size * a.block_table.size(1) : page_size;
+  for (int64_t b = 0; b < a.k.size(0); ++b) {
+    const int64_t length = a.cache_seqlens.as<int>()[b], end = length + a.k.size(1);
+    if (length < 0 || end > capacity) {
+      refuse_value("cache_seqlens must leave room for ", a.k.size(1), " new keys in a cache of ",
+                   capacity, ", got ", length, " for sequence ", b);
     }
-    if (a.block_table.given()) {  // entries behind the length may be anything
-      const int* pages = a.block_table.as<int>() + b * a.block_table.stride(0);
-      for (int64_t i = 0; i < ceil_div(length, s.page_size); ++i) {
-        if (pages[i] >= 0 && pages[i] < s.num_pages) continue;
-        refuse_value("block_table must hold pages 0 to ", s.num_pages - 1, ", got ", pages[i],
-                     " at (", b, ", ", i, ")");
-      }
+    check_cache_row(a.cache_batch_idx, a.k_cache.size(0), b);
+    check_pages(a.block_table, end, page_size, a.k_cache.size(0), b);
+    if (a.rotary_cos.given() && end > a.rotary_cos.size(0)) {
+      refuse_value("rotary_cos must have a row for each position, ", end, " of them, got ",
+                   shape_text(a.rotary_cos), " for sequence ", b);
     }
   }
 }

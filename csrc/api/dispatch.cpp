@@ -131,19 +131,6 @@ const BwdKernel* select_bwd(const Kernels& kernels, const BwdParams& params,
   return select<BwdRows>(kernels, params, reasons);
 }
 
-const KernelTable* table_with_combine(const Kernels& kernels) {
-  for (const Folder& folder : kernels.folders) {
-    if (folder.table->combine) return folder.table;
-  }
-  return nullptr;
-}
-const KernelTable* table_with_kv_append(const Kernels& kernels) {
-  for (const Folder& folder : kernels.folders) {
-    if (folder.table->kv_append) return folder.table;
-  }
-  return nullptr;
-}
-
 void refuse_no_kernel(const Kernels& kernels, const std::vector<std::string>& reasons) {
   std::string text = "no kernel serves this call on compute capability " +
                      capability_text(kernels.device.compute_capability);

@@ -22,10 +22,18 @@ struct Folder {
   const KernelTable* table = nullptr;
 };
 
-// A device and the folders that may serve it, newest first.
+// A device, the folders that may serve it, newest first, and the kernels that all folders share.
+// An override narrows the folders, not the shared kernels.
 struct Kernels {
   DeviceInfo device;
   std::vector<Folder> folders;
+  void (*combine)(const CombineParams&, cudaStream_t) = nullptr;
+  void (*kv_append)(const KvAppendParams&, cudaStream_t) = nullptr;
+
+  void take_shared(const KernelTable& table) {
+    if (!combine) combine = table.combine;
+    if (!kv_append) kv_append = table.kv_append;
+  }
 };
 
 // True where code of csrc/smARCH runs: the mma.sync folder everywhere, the others on their own
@@ -70,9 +78,6 @@ const FwdKernel* select_decode(const Kernels& kernels, const FwdParams& params,
                                std::vector<std::string>* reasons = nullptr);
 const BwdKernel* select_bwd(const Kernels& kernels, const BwdParams& params,
                             std::vector<std::string>* reasons = nullptr);
-// The shared kernels come with every folder; null if no folder has them.
-const KernelTable* table_with_combine(const Kernels& kernels);
-const KernelTable* table_with_kv_append(const Kernels& kernels);
 
 // Throws Refusal: "no kernel serves this call on compute capability 9.0: ...".
 [[noreturn]] void refuse_no_kernel(const Kernels& kernels, const std::vector<std::string>& reasons);

@@ -35,7 +35,7 @@ void explain_call(Explanation& e, const FwdArgs& a, const Sizes& s, const Kernel
   e.split = call.combine != nullptr;
   e.num_splits = call.params.num_splits;
   e.split_size = call.params.split_size;
-  e.pack_gqa = call.params.pack_gqa;
+  e.pack_gqa = e.split && call.params.pack_gqa;  // the other kernels may ignore it
 }
 
 void explain_call(Explanation& e, const BwdArgs& b, const Sizes& s, const Kernels& kernels) {

@@ -111,16 +111,19 @@ int load_emulated(const std::string& path, int num_sms) {
 }
 
 Kernels kernels_for_gpu(const DeviceInfo& device, const TensorInfo& q) {
-  Kernels kernels{device, {}};
+  Kernels kernels;
+  kernels.device = device;
   const Override override = parse_override(override_name());
   if (override.kind == Override::Kind::kCpu || override.kind == Override::Kind::kEmulated) {
     refuse_unsupported("the kernel override '", override_name(), "' serves CPU tensors, got ",
                        q.name, " on ", device_text(q));
   }
   for (const Folder& folder : compiled_folders()) {
-    const bool allowed = override.kind == Override::Kind::kNone || override.arch == folder.arch;
-    if (allowed && serves(folder.arch, device.compute_capability))
+    if (!serves(folder.arch, device.compute_capability)) continue;
+    kernels.take_shared(*folder.table);
+    if (override.kind == Override::Kind::kNone || override.arch == folder.arch) {
       kernels.folders.push_back(folder);
+    }
   }
   if (!kernels.folders.empty()) return kernels;
   if (compiled_folders().empty()) {
@@ -144,12 +147,16 @@ Kernels emulated_kernels() {
   const Override override = parse_override(override_name());
   const std::lock_guard<std::mutex> lock(emulated_mutex);
   const auto& libraries = emulated_libraries();
+  Kernels kernels;
   for (auto it = libraries.rbegin(); it != libraries.rend(); ++it) {
-    if (override.arch != 0 && override.arch != it->folder.arch) continue;
-    DeviceInfo device = typical_device(it->folder.arch);
-    device.num_sms = it->num_sms;
-    return {device, {it->folder}};
+    kernels.take_shared(*it->folder.table);
+    const bool wanted = override.arch == 0 || override.arch == it->folder.arch;
+    if (!wanted || !kernels.folders.empty()) continue;
+    kernels.device = typical_device(it->folder.arch);
+    kernels.device.num_sms = it->num_sms;
+    kernels.folders.push_back(it->folder);
   }
+  if (!kernels.folders.empty()) return kernels;
   refuse_unsupported("emulated kernels of ",
                      override.arch ? join("sm", override.arch) : "any architecture",
                      " are not loaded; they come from emulator/ in a source checkout");

@@ -113,6 +113,13 @@ float attend(const FwdParams& p, const SeqInfo& s, int b, int h, int i, int begi
   return most + std::log(sum);
 }
 
+// An empty grid or tensor map cannot be launched: the binding keeps them away from kernels.
+void check_not_empty(const FwdParams& p) {
+  if (p.batch < 1 || p.total_q < 1 || p.total_kv < 1 || p.seqlen_kv < 1) {
+    throw std::runtime_error("nothing to launch");
+  }
+}
+
 void fill_workspace(void* workspace, size_t size) {
   if (reinterpret_cast<uintptr_t>(workspace) % 64 != 0) throw std::runtime_error("workspace");
   std::memset(workspace, 0xff, size);
@@ -123,6 +130,7 @@ size_t fwd_workspace(const FwdParams&) { return kWorkspace; }
 size_t bwd_workspace(const BwdParams&) { return kWorkspace; }
 
 void launch_fwd(const FwdParams& p, cudaStream_t) {
+  check_not_empty(p);
   fill_workspace(p.workspace, kWorkspace);
   if (p.out_partial || p.num_splits != 1) throw std::runtime_error("splits");
   std::vector<float> row(p.head_dim_v);
@@ -149,6 +157,7 @@ void launch_fwd(const FwdParams& p, cudaStream_t) {
 }
 
 void launch_decode(const FwdParams& p, cudaStream_t) {
+  check_not_empty(p);
   fill_workspace(p.workspace, kWorkspace);
   if (!p.out_partial || !p.lse_partial) throw std::runtime_error("no room for partials");
   std::vector<float> row(p.head_dim_v);
@@ -207,6 +216,7 @@ void combine(const CombineParams& c, cudaStream_t) {
 
 void launch_bwd(const BwdParams& p, cudaStream_t) {
   const FwdParams& f = p.fwd;
+  check_not_empty(f);
   fill_workspace(p.workspace, kWorkspace);
   if (!p.dq != !(p.wanted & kWantDq) || !p.dk != !(p.wanted & kWantDk) ||
       !p.dv != !(p.wanted & kWantDv) || !p.dbias != !(p.wanted & kWantDbias) ||

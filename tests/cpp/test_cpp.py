@@ -28,7 +28,7 @@ def api_objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     objects = []
     for source in sorted((CSRC / "api").glob("*.cpp")):
         objects.append(folder / f"{source.stem}.o")
-        compile_cpp([source], objects[-1], "-c")
+        compile_cpp([source], objects[-1], "-c", "-O0")
     return objects
 
 

@@ -55,8 +55,8 @@ KernelTable table80() {
   return t;
 }
 const KernelTable kTable90 = table90(), kTable80 = table80();
-const Kernels kHopper{{90, 132, 232448}, {{90, &kTable90}, {80, &kTable80}}};
-const Kernels kAmpere{{80, 108, 166912}, {{80, &kTable80}}};
+const Kernels kHopper{{90, 132, 232448}, {{90, &kTable90}, {80, &kTable80}}, no_combine, nullptr};
+const Kernels kAmpere{{80, 108, 166912}, {{80, &kTable80}}, no_combine, nullptr};
 
 FwdParams shape(int head_dim, int head_dim_v) {
   FwdParams p;
@@ -193,6 +193,23 @@ void test_prepare() {
     const Dense d(1, 200, 65536, 2, 2, 128);
     EXPECT(is(d.prepare(kHopper).kernel, "sm90_fwd_hdim128"));
     EXPECT(is(d.prepare(kAmpere).kernel, "sm80_decode_hdim128"));
+  }
+  {  // a step over few keys: merging would cost more than it brings
+    const Dense d(512, 1, 24, 8, 1, 128);
+    EXPECT(is(d.prepare(kHopper).kernel, "sm90_fwd_hdim128"));
+    const Dense longer(512, 1, 4096, 8, 1, 128);  // packing saves loads, even in one part
+    const FwdCall call = longer.prepare(kHopper);
+    EXPECT(is(call.kernel, "sm80_decode_hdim128") && call.params.num_splits == 1 && call.combine);
+  }
+  {  // what only the split kernel can do, in one part if so asked
+    Kernels only_decode = kAmpere;
+    KernelTable table = kTable80;
+    table.num_fwd = 0;
+    only_decode.folders[0].table = &table;
+    Dense d(4, 4096, 4096, 16, 16, 128);
+    d.args.num_splits = 1;
+    const FwdCall call = d.prepare(only_decode);
+    EXPECT(is(call.kernel, "sm80_decode_hdim128") && call.params.num_splits == 1 && call.combine);
   }
   {  // asked for
     Dense d(4, 4096, 4096, 16, 16, 128);
