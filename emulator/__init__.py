@@ -1,6 +1,6 @@
 """Runs the kernels' PTX on the CPU; see README.md."""
 
-from .activate import activate, configure, settings, take_warnings
+from .activate import activate, configure, load, settings, take_warnings
 from .library import architectures, build
 from .errors import EmulatorBuildError
 
@@ -10,6 +10,7 @@ __all__ = [
     "architectures",
     "build",
     "configure",
+    "load",
     "settings",
     "take_warnings",
 ]

@@ -11,7 +11,8 @@ from .library import build
 _libraries: dict[str, ctypes.CDLL] = {}
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
+    """The C functions of a library, typed."""
     library = ctypes.CDLL(str(path))
     for name in ("flash_cuda_emulator_configure", "flash_cuda_emulator_settings",
                  "flash_cuda_emulator_take_warnings"):
@@ -22,13 +23,14 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _configure(library: ctypes.CDLL, text: str) -> None:
+def set_options(library: ctypes.CDLL, text: str) -> None:
+    """Changes settings: "policy=lazy,seed=3"; ValueError names what is not understood."""
     error = library.flash_cuda_emulator_configure(text.encode())
     if error:
         raise ValueError(error.decode())
 
 
-def activate(
+def load(
     arch: str,
     policy: str | None = None,
     seed: int | None = None,
@@ -36,7 +38,7 @@ def activate(
     num_sms: int | None = None,
     race_check: bool | None = None,
 ) -> Path:
-    """Makes `FLASH_CUDA_KERNEL=emulated:ARCH` mean the kernels of csrc/<arch>, building them.
+    """Builds the kernels of csrc/<arch>, gives them to flash_cuda and sets their schedule.
 
     What is None keeps its value: from FLASH_CUDA_EMULATOR ("policy=lazy,seed=3,sms=4,race=1") at
     first, by default policy random, seed 1, 4 SMs, no race check.
@@ -55,20 +57,33 @@ def activate(
         ValueError: for an unknown arch, policy or number.
         EmulatorBuildError: the library cannot be built.
     """
-    path = build(arch)
-    fresh = arch not in _libraries
-    if fresh:
-        _libraries[arch] = _open(path)
-    library = _libraries[arch]
+    path = Path(str(_libraries[arch]._name)) if arch in _libraries else build(arch)
+    library = _libraries.get(arch) or open_library(path)
     pairs = {"policy": policy, "seed": seed, "sms": num_sms,
              "race": None if race_check is None else int(race_check)}
-    _configure(library, ",".join(f"{k}={v}" for k, v in pairs.items() if v is not None))
-    if fresh:
-        from flash_cuda import _C  # the emulator also works on kernels outside the package
+    set_options(library, ",".join(f"{k}={v}" for k, v in pairs.items() if v is not None))
+    if arch not in _libraries or num_sms is not None:
+        from flash_cuda import _C  # here: the emulator also runs kernels outside the package
 
-        text = settings(arch)
-        _C.load_emulated(str(path), num_sms=int(text["sms"]))
+        _libraries[arch] = library
+        _C.load_emulated(str(path), num_sms=int(settings(arch)["sms"]))
+    return path
+
+
+def activate(
+    arch: str,
+    policy: str | None = None,
+    seed: int | None = None,
+    *,
+    num_sms: int | None = None,
+    race_check: bool | None = None,
+) -> Path:
+    """`load`, and from now on CPU tensors of this thread and of new processes use these kernels."""
+    path = load(arch, policy, seed, num_sms=num_sms, race_check=race_check)
+    from flash_cuda import _C
+
     os.environ["FLASH_CUDA_KERNEL"] = f"emulated:{arch}"
+    _C.set_override(f"emulated:{arch}")
     return path
 
 
@@ -79,7 +94,7 @@ def configure(arch: str, text: str) -> None:
         ValueError: names the pair that is not understood.
         KeyError: the architecture is not active.
     """
-    _configure(_libraries[arch], text)
+    set_options(_libraries[arch], text)
 
 
 def settings(arch: str) -> dict[str, str]:

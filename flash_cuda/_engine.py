@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _C, reference
+from flash_cuda._emulated import ensure_emulated
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -75,6 +76,7 @@ def _emulated() -> bool:
     if name in ("", "cpu"):
         return False
     if name.startswith("emulated"):
+        ensure_emulated(name)
         return True
     raise NotImplementedError(
         f"the kernel override {name!r} serves CUDA tensors, got q on cpu; 'cpu' and "
