@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
 import flash_cuda
@@ -42,7 +44,7 @@ def results(call: Callable[..., Tensor], args: Args) -> list[Tensor]:
 
 def check(call: Callable[..., Tensor], *calls: Args, backend: str = BACKEND, **options: Any) -> int:
     """Compares eager and compiled; returns the number of graphs that the calls took."""
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    graphs = CompileCounterWithBackend(backend)
     compiled = torch.compile(call, fullgraph=True, backend=graphs, **options)
     for args in calls:
         torch.testing.assert_close(results(compiled, args), results(call, args))
@@ -108,7 +110,7 @@ def test_packed() -> None:
 
     def args(*cu_seqlens: int) -> Args:
         n = cu_seqlens[-1]
-        longest = max(b - a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False))
+        longest = max(b - a for a, b in itertools.pairwise(cu_seqlens))
         cu = torch.tensor(cu_seqlens, dtype=torch.int32)
         return rand(n, 4, 16), rand(n, 2, 16), rand(n, 2, 16), cu, longest
 
