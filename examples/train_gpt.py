@@ -20,6 +20,7 @@ import ctypes
 import gc
 import json
 import math
+import re
 import statistics
 import sys
 import sysconfig
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MAX_BYTES = 2_000_000
+MIN_PIECE = 16  # bytes; less is hardly a text
 LOSSES_COMPARED = 20
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 LAST_LOSS_TOLERANCE = 0.02
@@ -81,28 +83,33 @@ class Batch:
         return Batch(*moved, self.bounds)
 
 
-def read_documents() -> list[bytes]:
+def read_files() -> list[bytes]:
     """The sources of the standard library, sorted by name, MAX_BYTES at most."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    documents, room = [], MAX_BYTES
+    files, room = [], MAX_BYTES
     for name in sorted(STDLIB_FILES):
         path = folder / f"{name}.py"
         if path.is_file() and room > 0:
-            documents.append(path.read_bytes()[:room])
-            room -= len(documents[-1])
-    if not documents:
+            files.append(path.read_bytes()[:room])
+            room -= len(files[-1])
+    if not files:
         raise SystemExit(f"no standard library sources in {folder}; install Python's sources")
-    return documents
+    return files
 
 
-def cut_pieces(documents: list[bytes], seqlen: int, pack: str) -> list[bytes]:
+def cut_pieces(files: list[bytes], seqlen: int, pack: str) -> list[bytes]:
     """Pieces of at most seqlen + 1 bytes (inputs and the last target).
 
-    `documents` keeps files apart, so lengths differ; `rows` joins them and keeps full rows only.
+    `documents` makes a document of every function, method and class head, so lengths differ much;
+    `rows` joins all text and keeps full rows only.
     """
-    sources = [b"".join(documents)] if pack == "rows" else documents
-    pieces = [s[i : i + seqlen + 1] for s in sources for i in range(0, len(s) - 1, seqlen)]
-    return [p for p in pieces if len(p) == seqlen + 1] if pack == "rows" else pieces
+    if pack == "rows":
+        text = b"".join(files)
+        return [text[i : i + seqlen + 1] for i in range(0, len(text) - seqlen, seqlen)]
+    heads = re.compile(rb"\n(?=[ \t]*(?:async def|def|class) )")
+    documents = [part for text in files for part in heads.split(text)]
+    pieces = [d[i : i + seqlen + 1] for d in documents for i in range(0, len(d) - 1, seqlen)]
+    return [piece for piece in pieces if len(piece) > MIN_PIECE]
 
 
 def make_batches(pieces: list[bytes], tokens: int, steps: int, seed: int) -> Iterator[Batch]:
@@ -177,7 +184,7 @@ ATTENTIONS: dict[str, Attention] = {
 def serving_kernel(name: str, config: Config, batch: Batch, device: torch.device) -> str:
     """Which kernel serves the model's attention calls, in flash_cuda's own words."""
     if name != "flash_cuda":
-        return f"torch scaled_dot_product_attention, {name}"
+        return f"  torch scaled_dot_product_attention, {name}"
     import flash_cuda
 
     heads = (config.heads, config.kv_heads, config.kv_heads)
@@ -186,10 +193,11 @@ def serving_kernel(name: str, config: Config, batch: Batch, device: torch.device
         for h in heads
     )
     cu_seqlens = batch.cu_seqlens.to(device)
-    answer = flash_cuda.explain(
-        q, k, v, causal=True, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
+    call = {"causal": True, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    passes = (flash_cuda.explain(q, k, v, backward=backward, **call) for backward in (False, True))
+    return "\n".join(
+        f"  {name}: {text}" for name, text in zip(("forward", "backward"), passes, strict=True)
     )
-    return str(answer)
 
 
 # ---- model -----------------------------------------------------------------------------------
@@ -215,7 +223,7 @@ class Config:
         return self.width // self.heads
 
 
-CPU_CONFIG = Config(4, 128, 4, 2, 512, 2048, 60, 2e-3, torch.float32)
+CPU_CONFIG = Config(4, 128, 4, 2, 512, 2048, 80, 2e-3, torch.float32)
 GPU_CONFIG = Config(8, 768, 12, 4, 1024, 8192, 200, 6e-4, torch.bfloat16)
 
 
@@ -352,7 +360,7 @@ def train(
     """
     batches = list(make_batches(pieces, config.tokens, config.steps, seed))
     run = Run(name, serving_kernel(name, config, batches[0], device))
-    print(f"\n{name}: served by {run.kernel}")
+    print(f"\n{name}\n{run.kernel}")
     peak = MemoryPeak(device)
     torch.manual_seed(seed)
     model = Gpt(config, ATTENTIONS[name]).to(device)
@@ -444,10 +452,12 @@ def print_summary(runs: list[Run]) -> None:
     """Tokens/s, memory and loss of the runs, one line each."""
     print(f"\n{'attention':12} {'tokens/s':>12} {'ms/step':>9} {'peak MiB':>9} {'last loss':>10}")
     for run in runs:
-        tokens = sum(run.step_seconds) and run.tokens_per_second
         step = 1e3 * statistics.median(run.step_seconds)
         mib = run.peak_bytes / 2**20
-        print(f"{run.attention:12} {tokens:12,.0f} {step:9.1f} {mib:9,.0f} {run.losses[-1]:10.4f}")
+        print(
+            f"{run.attention:12} {run.tokens_per_second:12,.0f} {step:9.1f} {mib:9,.0f} "
+            f"{run.losses[-1]:10.4f}"
+        )
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -503,13 +513,13 @@ def main(argv: list[str] | None = None) -> int:
     """Trains, compares, reports; the exit code is 1 if the losses part."""
     args = parse_args(argv)
     config, device = make_config(args), torch.device(args.device)
-    documents = read_documents()
-    pieces = cut_pieces(documents, config.seqlen, args.pack)
-    size = sum(map(len, documents))
+    files = read_files()
+    pieces = cut_pieces(files, config.seqlen, args.pack)
+    size = sum(map(len, files))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(
-        f"{len(documents)} files of the standard library, {size / 1e6:.2f} MB, in {len(pieces)} "
-        f"pieces of at most {config.seqlen} bytes\n"
+        f"{len(files)} files of the standard library, {size / 1e6:.2f} MB, in {len(pieces)} "
+        f"{args.pack} of at most {config.seqlen} bytes\n"
         f"{config.layers} layers of width {config.width}, {config.heads} query heads on "
         f"{config.kv_heads}, head dim {config.head_dim}, {config.tokens} tokens a step, "
         f"{str(config.dtype).removeprefix('torch.')} on {where}"
