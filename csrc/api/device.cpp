@@ -57,10 +57,9 @@ const DeviceInfo& device_info(int index) {
   return infos[index];
 }
 
-std::string driver_cuda_version() {
+int driver_cuda_version() {
   int driver = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "";
-  return version_text(driver);
+  return cudaDriverGetVersion(&driver) == cudaSuccess ? driver : 0;
 }
 
 #else
@@ -70,7 +69,7 @@ const DeviceInfo& device_info(int) {
   return none;
 }
 
-std::string driver_cuda_version() { return ""; }
+int driver_cuda_version() { return 0; }
 
 #endif
 

@@ -9,7 +9,8 @@ namespace flash_cuda {
 // driver and runtime if they do not go together. All zero in a build without kernels.
 const DeviceInfo& device_info(int index);
 
-// "13.0" for 13000; "" where there is no driver, or no kernels were built.
-std::string driver_cuda_version();
+// The newest CUDA that the driver serves, 13000 for 13.0; 0 where there is no driver, or no kernels
+// were built.
+int driver_cuda_version();
 
 }  // namespace flash_cuda
