@@ -44,9 +44,15 @@ __global__ void __launch_bounds__(kThreads)
     const int b = tile / ws.tiles_per_sequence;
     work = {b, head, tile - b * ws.tiles_per_sequence, true};
   }
-  if (!work.valid) return;
-  const SeqInfo seq = seq_info_or_tail(f, work.batch);
   const int64_t place = head * ws.tiles + tile;
+  if (!work.valid) {  // a place between two packed sequences
+    for (int row = threadIdx.x; row < ws.block_q; row += kThreads) {
+      ws.lse_log2[place * ws.block_q + row] = INFINITY;
+      ws.row_dot[place * ws.block_q + row] = 0.0f;
+    }
+    return;
+  }
+  const SeqInfo seq = seq_info_or_tail(f, work.batch);
 
   const uint16_t* out = static_cast<const uint16_t*>(f.out) + seq.q_batch * p.out_stride.batch +
                         head * p.out_stride.head;
@@ -88,7 +94,32 @@ __global__ void __launch_bounds__(kThreads)
   if (ws.turn && threadIdx.x == 0) ws.turn[place] = 0;
 }
 
+constexpr int kSinkThreads = 256;
+
+// dsink = -sum over rows of exp(sink - lse) * row_dot, one thread block a head, in a fixed order.
+__global__ void __launch_bounds__(kSinkThreads)
+    bwd_sink_kernel(const __grid_constant__ BwdParams p, const BwdWorkspace ws) {
+  __shared__ float partial[kSinkThreads];
+  const int64_t rows = ws.tiles * ws.block_q, first = blockIdx.x * rows;
+  const float sink_log2 = p.fwd.sink[blockIdx.x] * kLog2e;
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x; i < rows; i += kSinkThreads) {
+    // Places without a row have lse +inf.
+    sum -= ptx::ex2(sink_log2 - ws.lse_log2[first + i]) * ws.row_dot[first + i];
+  }
+  partial[threadIdx.x] = sum;
+  for (int half = kSinkThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) p.dsink[blockIdx.x] = partial[0];
+}
+
 }  // namespace
+
+void launch_bwd_sink(const BwdParams& p, const BwdWorkspace& ws, cudaStream_t stream) {
+  launch_kernel(bwd_sink_kernel, p.fwd.num_heads_q, kSinkThreads, 0, stream, p, ws);
+}
 
 void launch_bwd_preprocess(const BwdParams& p, const BwdWorkspace& ws, cudaStream_t stream) {
   const auto kernel = p.fwd.dtype == DType::kFloat16 ? bwd_preprocess_kernel<DType::kFloat16>

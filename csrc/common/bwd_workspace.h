@@ -14,6 +14,15 @@
 
 namespace flash_cuda {
 
+// Whether several scores share one element of dbias.
+inline bool dbias_is_shared(const BwdParams& p) {
+  const FwdParams& f = p.fwd;
+  return (p.dbias_batch_stride == 0 && f.batch > 1) ||
+         (p.dbias_head_stride == 0 && f.num_heads_q > 1) ||
+         (p.dbias_row_stride == 0 && f.seqlen_q > 1) ||
+         (p.dbias_col_stride == 0 && f.seqlen_kv > 1);
+}
+
 struct BwdWorkspace {
   int block_q = 0, head_dim = 0;     // tile shape of dq; head_dim is the kernel's, not the tensor's
   int tiles_per_sequence = 0;        // dense only
@@ -22,6 +31,8 @@ struct BwdWorkspace {
   float* row_dot = nullptr;          // (heads, tiles * block_q): rowsum(dout * out) - dlse
   float* dq = nullptr;               // (heads, tiles, block_q * head_dim), see ptx/red.h
   int* turn = nullptr;               // (heads, tiles): KV blocks that have added to dq so far
+  float* dbias = nullptr;            // (batch, heads, seqlen_q, seqlen_kv), where a broadcast bias
+                                     // is to be reduced in a fixed order
 
   FLASH_CUDA_HOST_DEVICE int tile_base(const FwdParams& p, int q_row0, int batch) const {
     return p.cu_seqlens_q ? packed_block_base(q_row0, batch, block_q) : batch * tiles_per_sequence;
@@ -51,12 +62,22 @@ struct BwdWorkspace {
       dq = reinterpret_cast<float*>(take(all * block_q * head_dim));
       if (p.deterministic) turn = reinterpret_cast<int*>(take(all));
     }
+    if ((p.wanted & kWantDbias) && p.deterministic && dbias_is_shared(p)) {
+      dbias = reinterpret_cast<float*>(take(dbias_elements(p.fwd)));
+    }
     return used;
+  }
+  static int64_t dbias_elements(const FwdParams& f) {
+    return static_cast<int64_t>(f.batch) * f.num_heads_q * f.seqlen_q * f.seqlen_kv;
   }
 };
 
 // lse_log2 and row_dot of every row, zeros in dq and turn (bwd_preprocess.cu).
 void launch_bwd_preprocess(const BwdParams& params, const BwdWorkspace& workspace,
                            cudaStream_t stream);
+// dsink, from lse_log2 and row_dot (bwd_preprocess.cu).
+void launch_bwd_sink(const BwdParams& params, const BwdWorkspace& workspace, cudaStream_t stream);
+// params.dbias from workspace.dbias (bwd_dbias.cu).
+void launch_bwd_dbias(const BwdParams& params, const BwdWorkspace& workspace, cudaStream_t stream);
 
 }  // namespace flash_cuda

@@ -124,6 +124,8 @@ struct BwdParams {
   int wanted = kWantDq | kWantDk | kWantDv;
 
   void* workspace = nullptr;  // BwdKernel::workspace_bytes, 256-byte aligned, not initialised
+
+  bool dbias_shared = false;  // several scores add to one element of dbias; set by launchers
 };
 
 // Merges num_splits partial results; a part without keys has lse -inf and is ignored.

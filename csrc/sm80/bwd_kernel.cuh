@@ -43,6 +43,7 @@ struct BwdBlock {
   BlockRange range;
   int tile_base;        // of this sequence in the workspace
   bool ragged;          // this block reaches past the last key
+  bool needs_ds;        // somebody wants more than dV
   int head, q_block;    // of the iteration
   ScoreMod score_mod;
   Dropout dropout;
@@ -69,6 +70,7 @@ struct BwdBlock {
     range = mask.q_blocks(kv0, Tile::kBlockKV, Tile::kBlockQ);
     tile_base = ws.tile_base(f, seq.q_row0, batch);
     ragged = kv0 + Tile::kBlockKV > seq.seqlen_kv;
+    needs_ds = (p.wanted & (kWantDq | kWantDk | kWantDbias)) != 0;
   }
 
   __device__ bool wants(int what) const { return (p.wanted & what) != 0; }
@@ -143,32 +145,28 @@ struct BwdBlock {
         s, [&](int k, uint32_t (&a)[1][4]) { load_a_rows_m<Smem>(a[0], a_base, 0, k); },
         [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_n<Smem>(b, b_base, k, n); });
   }
-  // acc += (16 keys x queries) (queries x head dim), the left side from registers or, where warps
-  // share keys, from shared memory.
+  // acc += (16 keys x queries) (queries x head dim), the left side from registers...
   template <class Smem, int kWidth>
-  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[1], const uint32_t (&regs)[kStepsQ][4],
-                                uint32_t smem_left, uint32_t right) {
-    const uint32_t a_base =
-        smem_left + SmemS::lane_offset(lane) + key_warp * 16 * SmemS::kRowBytes;
+  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[1],
+                                const uint32_t (&left)[Scores::kTiles / 2][4], uint32_t right) {
     const uint32_t b_base = right + Smem::lane_offset(lane);
-    const int first_n = part * kWidth / 16;
     warp_gemm<kDType, 1, kWidth, kStepsQ>(
         acc,
         [&](int k, uint32_t (&a)[1][4]) {
-          if constexpr (kShared) {
-            load_a_rows_m<SmemS>(a[0], a_base, 0, k);
-          } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) a[0][i] = regs[k][i];
-          }
+          for (int i = 0; i < 4; ++i) a[0][i] = left[k][i];
         },
-        [&](int k, int n, uint32_t (&b)[4]) {
-          if constexpr (kShared) {
-            load_b_rows_k<Smem>(b, b_base, k, first_n + n);
-          } else {
-            load_b_rows_k<Smem>(b, b_base, k, n);
-          }
-        });
+        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<Smem>(b, b_base, k, n); });
+  }
+  // ... or, where warps share keys, from shared memory, for this warp's part of the head dim.
+  template <class Smem, int kWidth>
+  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[1], uint32_t left, uint32_t right) {
+    const uint32_t a_base = left + SmemS::lane_offset(lane) + key_warp * 16 * SmemS::kRowBytes;
+    const uint32_t b_base = right + Smem::lane_offset(lane);
+    const int first_n = part * kWidth / 16;
+    warp_gemm<kDType, 1, kWidth, kStepsQ>(
+        acc, [&](int k, uint32_t (&a)[1][4]) { load_a_rows_m<SmemS>(a[0], a_base, 0, k); },
+        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<Smem>(b, b_base, k, first_n + n); });
   }
   // dQ of the tile: (queries x keys) (keys x head dim), added to the workspace.
   __device__ void gemm_dq() {
@@ -229,20 +227,23 @@ struct BwdBlock {
   // ---- elementwise parts
   __device__ int query0() const { return q_block * Tile::kBlockQ + part * Tile::kWidthS; }
 
-  __device__ void probabilities(Scores& s, Scores& slope, int stage) {
-    const int q0 = query0(), k0 = kv0 + key_warp * 16;
-    if constexpr (kGeneral) {
+  __device__ int key0() const { return kv0 + key_warp * 16; }
+
+  // Products to logits; `slope` is the derivative of the capped ones.
+  __device__ void modify_scores(Scores& s, Scores& slope) const {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-        for (int c = 0; c < Scores::kCols; ++c) {
-          const float capped = score_mod.capped(s.at(r, c));
-          slope.at(r, c) = score_mod.cap_slope(capped);
-          s.at(r, c) = capped + score_mod.added(q0 + Scores::col(lane, c),
-                                                k0 + Scores::row(lane, r));
-        }
+      for (int c = 0; c < Scores::kCols; ++c) {
+        const float capped = score_mod.capped(s.at(r, c));
+        slope.at(r, c) = score_mod.cap_slope(capped);
+        s.at(r, c) = capped + score_mod.added(query0() + Scores::col(lane, c),
+                                              key0() + Scores::row(lane, r));
       }
     }
+  }
+  __device__ void probabilities(Scores& s, int stage) {
+    const int q0 = query0(), k0 = key0();
     if (ragged || range.is_masked(q_block)) {
       apply_mask(s, lane, q0, [&](int row, int& begin, int& end) {
         const int kv = k0 + row;
@@ -274,6 +275,38 @@ struct BwdBlock {
       }
     }
   }
+  // Zeroes what the forward dropped and scales the rest.
+  __device__ void drop(Scores& s, float keep_scale) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int c = 0; c < Scores::kCols; ++c) {
+        const bool keep = dropout.keep(query0() + Scores::col(lane, c),
+                                       key0() + Scores::row(lane, r));
+        s.at(r, c) *= keep ? keep_scale : 0.0f;
+      }
+    }
+  }
+  // Adds dS to the gradient of the bias. One writer an element unless the bias is broadcast.
+  __device__ void add_to_dbias(const Scores& ds) const {
+    float* base = p.dbias + batch * p.dbias_batch_stride + head * p.dbias_head_stride;
+    const bool shared = p.dbias_shared;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int kv = key0() + Scores::row(lane, r);
+#pragma unroll
+      for (int c = 0; c < Scores::kCols; ++c) {
+        const int q = query0() + Scores::col(lane, c);
+        if (q >= seq.seqlen_q || kv >= seq.seqlen_kv) continue;
+        float* at = base + q * p.dbias_row_stride + kv * p.dbias_col_stride;
+        if (shared) {
+          atomicAdd(at, ds.at(r, c));
+        } else {
+          *at = ds.at(r, c);
+        }
+      }
+    }
+  }
   // This warp's scores as rows of keys in shared memory.
   __device__ void store_scores(uint32_t smem, const uint32_t (&a)[Scores::kTiles / 2][4]) const {
 #pragma unroll
@@ -290,22 +323,62 @@ struct BwdBlock {
   // ---- one query tile; P and dS as operands in p_regs and ds_regs
   __device__ void scores_of_tile(int stage, uint32_t (&p_regs)[Scores::kTiles / 2][4],
                                  uint32_t (&ds_regs)[Scores::kTiles / 2][4]) {
-    Scores s[1], dp[1];
+    Scores s[1], dp[1], slope;
     gemm_scores<SmemK, Tile::kHeadDim / 16>(s, smem_k, stage_q(stage));
-    probabilities(s[0], dp[0], stage);
-    gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage));
-    score_gradients(dp[0], s[0], stage);
+    if constexpr (kGeneral) modify_scores(s[0], slope);
+    probabilities(s[0], stage);
+    if (needs_ds) {
+      gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage));
+      if constexpr (kGeneral) {
+        if (f.dropout_p > 0.0f) drop(dp[0], dropout.keep_scale);
+      }
+      score_gradients(dp[0], s[0], stage);
+      if constexpr (kGeneral) {
+        if (wants(kWantDbias)) add_to_dbias(dp[0]);
 #pragma unroll
-    for (int k = 0; k < Scores::kTiles / 2; ++k) {
-      accumulators_to_a<kDType>(p_regs[k], s[0], k);
-      accumulators_to_a<kDType>(ds_regs[k], dp[0], k);
+        for (int c = 0; c < Scores::kCols; ++c) {
+          dp[0].at(0, c) *= slope.at(0, c);
+          dp[0].at(1, c) *= slope.at(1, c);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < Scores::kTiles / 2; ++k) accumulators_to_a<kDType>(ds_regs[k], dp[0], k);
+    }
+    if constexpr (kGeneral) {
+      if (f.dropout_p > 0.0f) drop(s[0], dropout.keep_scale);
+    }
+#pragma unroll
+    for (int k = 0; k < Scores::kTiles / 2; ++k) accumulators_to_a<kDType>(p_regs[k], s[0], k);
+  }
+  // dV += P^T dO and dK += dS^T Q; returns with dS in shared memory for all to read.
+  __device__ void gradients_of_tile(int stage, const uint32_t (&p_regs)[Scores::kTiles / 2][4],
+                                    const uint32_t (&ds_regs)[Scores::kTiles / 2][4]) {
+    if constexpr (kShared) {
+      store_scores(smem_p, p_regs);
+      if (needs_ds) store_scores(smem_ds, ds_regs);
+      __syncthreads();  // P and dS of all warps are in place
+      if (wants(kWantDv)) gemm_gradient<SmemV>(dv, smem_p, stage_do(stage));
+      if (wants(kWantDk)) gemm_gradient<SmemK>(dk, smem_ds, stage_q(stage));
+      if constexpr (Tile::kStages == 1) __syncthreads();  // every warp is done with this tile
+    } else {
+      if (needs_ds) store_scores(smem_ds, ds_regs);
+      if (wants(kWantDv)) gemm_gradient<SmemV>(dv, p_regs, stage_do(stage));
+      if (wants(kWantDk)) gemm_gradient<SmemK>(dk, ds_regs, stage_q(stage));
+      __syncthreads();  // dS of all warps is in place, and every warp is done with this tile
+    }
+  }
+  __device__ void set_head(int h) {
+    head = h;
+    if constexpr (kGeneral) {
+      score_mod = ScoreMod::make(f, batch, head, seq.seqlen_q, seq.seqlen_kv);
+      if (f.dropout_p > 0.0f) dropout = Dropout::make(f, batch, head);
     }
   }
 
   __device__ void main_loop() {
-    const int blocks = range.end - range.begin, total = blocks * group;
+    const int total = (range.end - range.begin) * group;
     load_kv();
-    head = kv_head * group;
+    set_head(kv_head * group);
     q_block = range.end - 1;
     load_q_tile(head, q_block, 0);
     ptx::cp_async_commit();
@@ -322,27 +395,13 @@ struct BwdBlock {
       }
       uint32_t p_regs[Scores::kTiles / 2][4], ds_regs[Scores::kTiles / 2][4];
       scores_of_tile(stage, p_regs, ds_regs);
-      if constexpr (kShared) {
-        store_scores(smem_p, p_regs);
-        store_scores(smem_ds, ds_regs);
-        __syncthreads();  // P and dS of all warps are in place
-        gemm_gradient<SmemV>(dv, {}, smem_p, stage_do(stage));
-        gemm_gradient<SmemK>(dk, {}, smem_ds, stage_q(stage));
-      } else {
-        store_scores(smem_ds, ds_regs);
-        gemm_gradient<SmemV>(dv, p_regs, 0, stage_do(stage));
-        gemm_gradient<SmemK>(dk, ds_regs, 0, stage_q(stage));
-        __syncthreads();  // dS of all warps is in place
-      }
-      if constexpr (Tile::kStages == 1) {
-        if constexpr (kShared) __syncthreads();  // every warp is done with this tile
-        if (i + 1 < total) {
-          load_q_tile(next_head, next_block, 0);
-          ptx::cp_async_commit();
-        }
+      gradients_of_tile(stage, p_regs, ds_regs);
+      if (Tile::kStages == 1 && i + 1 < total) {
+        load_q_tile(next_head, next_block, 0);
+        ptx::cp_async_commit();
       }
       if (wants(kWantDq)) gemm_dq();
-      head = next_head;
+      if (last_block && i + 1 < total) set_head(next_head);
       q_block = next_block;
     }
     ptx::cp_async_wait<0>();

@@ -48,29 +48,45 @@ inline int section_of_kv_heads(const FwdParams& p) {
   return static_cast<int>(std::min<double>(heads, std::max(p.num_heads_kv * p.batch, 1)));
 }
 
-template <DType kDType, int kHeadDim, int kHeadDimV>
-void launch_bwd(const BwdParams& params, cudaStream_t stream) {
+template <class Tile, DType kDType, Variant kVariant>
+void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   BwdParams p = params;
   p.fwd.unaligned = is_unaligned(p);
-  with_bwd_tile<kHeadDim, kHeadDimV>(p, [&](auto tile, auto variant) {
-    using Tile = decltype(tile);
-    constexpr Variant kVariant = decltype(variant)::value;
-    const FwdParams& f = p.fwd;
-    BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, kHeadDim);
-    ws.place(p, static_cast<char*>(p.workspace));
-    launch_bwd_preprocess(p, ws, stream);
+  const FwdParams& f = p.fwd;
+  BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, Tile::kHeadDim);
+  ws.place(p, static_cast<char*>(p.workspace));
+  if (ws.dbias) {
+    check_cuda(cudaMemsetAsync(ws.dbias, 0, BwdWorkspace::dbias_elements(f) * 4, stream),
+               "cudaMemsetAsync");
+    p.dbias = ws.dbias;
+    p.dbias_row_stride = f.seqlen_kv;
+    p.dbias_head_stride = p.dbias_row_stride * f.seqlen_q;
+    p.dbias_batch_stride = p.dbias_head_stride * f.num_heads_q;
+    p.dbias_col_stride = 1;
+  }
+  if (p.wanted & kWantDbias) p.dbias_shared = dbias_is_shared(p);
+  launch_bwd_preprocess(p, ws, stream);
+  if (p.wanted & kWantDsink) launch_bwd_sink(p, ws, stream);
 
-    const DenseSchedule schedule{ceil_div(f.seqlen_kv, Tile::kBlockKV), f.num_heads_kv, f.batch,
-                                 section_of_kv_heads(f), false};
-    const int64_t blocks =
-        f.cu_seqlens_k ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
-                       : schedule.size();
-    launch_kernel(bwd_kernel<Tile, kDType, kVariant>, blocks, Tile::kThreads, Tile::kSmemBytes,
-                  stream, p, ws, schedule);
-    if (p.wanted & kWantDq) {
-      launch_kernel(bwd_postprocess_kernel<kDType>, ws.tiles * f.num_heads_q, kPostprocessThreads,
-                    0, stream, p, ws);
-    }
+  // Ascending, as the deterministic order of dq wants it (and longest first under a causal mask).
+  const DenseSchedule schedule{ceil_div(f.seqlen_kv, Tile::kBlockKV), f.num_heads_kv, f.batch,
+                               section_of_kv_heads(f), false};
+  const int64_t blocks =
+      f.cu_seqlens_k ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
+                     : schedule.size();
+  launch_kernel(bwd_kernel<Tile, kDType, kVariant>, blocks, Tile::kThreads, Tile::kSmemBytes,
+                stream, p, ws, schedule);
+  if (p.wanted & kWantDq) {
+    launch_kernel(bwd_postprocess_kernel<kDType>, ws.tiles * f.num_heads_q, kPostprocessThreads, 0,
+                  stream, p, ws);
+  }
+  if (ws.dbias) launch_bwd_dbias(params, ws, stream);
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_bwd(const BwdParams& p, cudaStream_t stream) {
+  with_bwd_tile<kHeadDim, kHeadDimV>(p, [&](auto tile, auto variant) {
+    launch_bwd_tile<decltype(tile), kDType, decltype(variant)::value>(p, stream);
   });
 }
 
