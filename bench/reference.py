@@ -82,6 +82,8 @@ def attend(
     out = torch.empty(heads, seqlen_q, v.shape[2], device=q.device, dtype=q.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     limit = SLICE_BYTES["cuda" if q.is_cuda else "cpu"]
+    if q.is_cuda:
+        limit = min(limit, torch.cuda.mem_get_info(q.device)[0] // 12)
     rows = max(1, limit // (heads * max(1, seqlen_kv) * q.element_size()))
     for begin in range(0, seqlen_q, rows):
         end = min(begin + rows, seqlen_q)

@@ -169,7 +169,7 @@ def write_outputs(report: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 1 if flash_cuda was wrong or failed, 3 if the device was lost."""
+    """Exit code 0; 1 if flash_cuda or the harness failed, 3 if the device was lost."""
     args = parse_args(argv)
     add_sites(args.site)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         for e in report["results"]
         if e["backend"].startswith("flash_cuda") and e["status"] in ("wrong", "failed")
     ]
-    return EXIT_WRONG if faults else 0
+    return EXIT_WRONG if faults or report["broken"] else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -129,7 +130,7 @@ class Runner:
         if not willing:
             return []
         expected = reference.compute(case, x, case.needs_backward)
-        self._synchronize("the reference")
+        self.synchronize("the reference")
         right = []
         for backend in willing:
             self.progress(f"{case.label}: checking {backend.name}")
@@ -141,7 +142,7 @@ class Runner:
                 continue
             except Exception as failure:  # whatever a peer throws must not end the run
                 self._refuse(case, backend, "failed", first_line(failure))
-                self._synchronize(backend.name)
+                self.synchronize(backend.name)
                 continue
             took = time.perf_counter() - began
             if took > 1:
@@ -174,7 +175,7 @@ class Runner:
                     return worst, f"{name} differs from run to run"
         return worst, None
 
-    def _synchronize(self, whose: str) -> None:
+    def synchronize(self, whose: str) -> None:
         """Waits, and finds out whether the device is still there."""
         try:
             self.clock.synchronize()
@@ -217,7 +218,7 @@ class Runner:
             except Exception as failure:
                 self._refuse_pass(entry, failure)
                 failed.append(entry)
-                self._synchronize(backend.name)
+                self.synchronize(backend.name)
         if not timed:
             return failed
         self.progress(f"{case.label}: {name}, timing")
@@ -235,7 +236,7 @@ class Runner:
         except Exception as failure:  # nobody can say whose call it was
             for entry in entries.values():
                 self._refuse_pass(entry, failure)
-            self._synchronize(f"timing {case.label}")
+            self.synchronize(f"timing {case.label}")
         return list(entries.values()) + failed
 
     def _prepare(
@@ -258,7 +259,7 @@ class Runner:
                     return Timed(backend.name, [graph.replay], 0.1, len(bare), "graph", keep=bare)
                 except Exception as failure:  # not every peer can be captured
                     entry["note"] = f"no graph: {first_line(failure)}"
-                    self._synchronize(backend.name)
+                    self.synchronize(backend.name)
 
         def scoped(call: Call) -> Call:
             def run() -> None:
@@ -392,6 +393,7 @@ def run_suites(
     runner = Runner(settings, backends, clock, telemetry)
     ceilings: list[machine.Ceiling] = []
     skipped: list[str] = []
+    broken: list[str] = []
     lost = None
     begin = time.perf_counter()
     try:
@@ -407,9 +409,12 @@ def run_suites(
             runner.progress(case.label)
             try:
                 runner.run_case(case, budget)
-            except torch.OutOfMemoryError:
-                skipped.append(f"{case.key}: out of memory")
-                torch.cuda.empty_cache()
+            except DeviceLost:
+                raise
+            except Exception as error:  # a fault of ours must not cost the cases before and after
+                traceback.print_exc()
+                broken.append(f"{case.key}: {first_line(error)}")
+                runner.synchronize(case.label)
         ceilings.append(machine.measure_ceiling("end", settings.device, clock))
     except DeviceLost as error:
         lost = str(error)
@@ -427,6 +432,7 @@ def run_suites(
         "ceiling": machine.ceiling_dicts(ceilings),
         "seconds": round(time.perf_counter() - begin, 1),
         "skipped": skipped,
+        "broken": broken,
         "device_lost": lost,
         "results": runner.results,
     }

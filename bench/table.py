@@ -124,7 +124,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
             said.add("derived")
             notes.append(f"derived: {entry['backend']}: not run here; {entry['reason']} (by cell)")
     if report["skipped"]:
-        notes.append(f"skipped, the time was up or memory short: {', '.join(report['skipped'])}")
+        notes.append(f"skipped, the time was up: {', '.join(report['skipped'])}")
+    notes += [f"BROKEN: {text}" for text in report["broken"]]
     if report["device_lost"]:
         notes.append(f"DEVICE LOST {report['device_lost']}; nothing was measured after that")
     return notes

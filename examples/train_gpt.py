@@ -141,16 +141,24 @@ def flash_cuda_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tenso
     """Attention by torch.ops.flash_cuda.fwd, its gradients by torch.ops.flash_cuda.bwd."""
     import flash_cuda
 
-    return flash_cuda.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_k=batch.cu_seqlens,
-        max_seqlen_q=batch.longest,
-        max_seqlen_k=batch.longest,
-        causal=True,
-    )
+    if batch.is_dense:
+        return flash_cuda.attention(*as_rows(batch, q, k, v), causal=True).flatten(0, 1)
+    return flash_cuda.attention_varlen(q, k, v, causal=True, **packing(batch))
+
+
+def as_rows(batch: Batch, *tensors: Tensor) -> list[Tensor]:
+    """(total, heads, head_dim) as (documents, seqlen, heads, head_dim); all have one length."""
+    return [t.unflatten(0, (len(batch.bounds) - 1, -1)) for t in tensors]
+
+
+def packing(batch: Batch) -> dict[str, Any]:
+    """How attention_varlen is told where documents begin."""
+    return {
+        "cu_seqlens_q": batch.cu_seqlens,
+        "cu_seqlens_k": batch.cu_seqlens,
+        "max_seqlen_q": batch.longest,
+        "max_seqlen_k": batch.longest,
+    }
 
 
 def sdpa_attention(backend: SDPBackend) -> Attention:
@@ -165,8 +173,7 @@ def sdpa_attention(backend: SDPBackend) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         with sdpa_kernel(backend):
             if batch.is_dense:
-                rows = (len(batch.bounds) - 1, -1)
-                return call(*(t.unflatten(0, rows) for t in (q, k, v))).flatten(0, 1)
+                return call(*as_rows(batch, q, k, v)).flatten(0, 1)
             spans = zip(batch.bounds, batch.bounds[1:], strict=False)
             return torch.cat([call(*(t[None, a:b] for t in (q, k, v)))[0] for a, b in spans])
 
@@ -188,12 +195,11 @@ def serving_kernel(name: str, config: Config, batch: Batch, device: torch.device
     import flash_cuda
 
     heads = (config.heads, config.kv_heads, config.kv_heads)
-    q, k, v = (
-        torch.empty(len(batch.tokens), h, config.head_dim, device=device, dtype=config.dtype)
-        for h in heads
-    )
-    cu_seqlens = batch.cu_seqlens.to(device)
-    call = {"causal": True, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    batch = batch.to(device)
+    shapes = [(len(batch.tokens), h, config.head_dim) for h in heads]
+    tensors = [torch.empty(shape, device=device, dtype=config.dtype) for shape in shapes]
+    q, k, v = as_rows(batch, *tensors) if batch.is_dense else tensors
+    call = {"causal": True} | ({} if batch.is_dense else packing(batch))
     passes = (flash_cuda.explain(q, k, v, backward=backward, **call) for backward in (False, True))
     return "\n".join(
         f"  {name}: {text}" for name, text in zip(("forward", "backward"), passes, strict=True)

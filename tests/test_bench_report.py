@@ -105,6 +105,7 @@ def report_of(
         ],
         "seconds": 100.0,
         "skipped": [],
+        "broken": [],
         "device_lost": None,
         "results": results,
     }

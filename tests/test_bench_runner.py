@@ -284,6 +284,19 @@ def test_a_lost_device_ends_the_run_but_not_the_report() -> None:
         runner.run_case(case_of(), Budget(0, 1))
 
 
+def test_a_case_that_breaks_the_harness_costs_only_itself() -> None:
+    class Trap(Plain):
+        def refuses(self, case: Case) -> str | None:
+            if case.seqlen_q == 16:
+                raise KeyError("trap")
+            return None
+
+    cases = [case_of(seqlen=16), case_of(seqlen=32)]
+    report = run_suites([suite(*cases)], [Trap("a")], {}, settings(), print)
+    assert report["broken"] == [f"{cases[0].key}: KeyError: 'trap'"]
+    assert [e["status"] for e in report["results"]] == ["ok", "ok"]
+
+
 def test_threads_are_put_back() -> None:
     before = torch.get_num_threads()
     run_suites([suite(case_of(threads=1))], [Plain()], {}, settings(), print)
