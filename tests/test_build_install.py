@@ -22,7 +22,7 @@ import torch
 from build_tools.build import commit
 from build_tools.plan import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # From another folder: the main job, compared with PyTorch's.
 USE = """
@@ -45,8 +45,10 @@ def run(*command: str | Path, cwd: Path) -> str:
     constraint.write_text(f"torch=={torch.__version__.split('+')[0]}\n")
     environ["PIP_CONSTRAINT"] = environ["PIP_BUILD_CONSTRAINT"] = str(constraint)
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, f"{words}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    done = subprocess.run(
+        words, cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout[-4000:]}"
     return done.stdout
 
 
