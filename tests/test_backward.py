@@ -167,6 +167,25 @@ def test_upstream_gradient_with_zero_strides(backend: Backend) -> None:
         assert torch.allclose(a.float(), b.float(), atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_gradient_of_a_lse_of_minus_infinity_is_ignored(value: float, backend: Backend) -> None:
+    """A loss on lse (its square, say) has no finite gradient in rows without keys."""
+    q, k, v = (torch.randn(1, n, 2, 64, device=backend.device).bfloat16() for n in (50, 20, 20))
+    case = AttentionCase()
+    out, lse = backend.call(case, "fwd", q, k, v, window_right=0)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    empty = lse == -torch.inf
+    assert empty.sum() == 60
+    bad = dlse.masked_fill(empty, value)
+    fine = dlse.masked_fill(empty, 0.0)
+    got = backend.call(case, "bwd", dout, bad, q, k, v, out, lse, window_right=0)
+    want = backend.call(case, "bwd", dout, fine, q, k, v, out, lse, window_right=0)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        assert not torch.isnan(a).any()
+        assert torch.allclose(a.float(), b.float(), atol=2e-2, rtol=1e-2)
+    assert (got[0][:, :30] == 0.0).all()
+
+
 def test_gradcheck_through_autograd() -> None:
     """Numerical gradients of the op itself, float64, every differentiable input, out and lse."""
     q = torch.randn(1, 7, 4, 5, dtype=torch.float64, requires_grad=True)

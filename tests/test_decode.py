@@ -23,7 +23,14 @@ TINY = AttentionCase(rows=(1, 1), keys=(70, 33), heads=4, heads_kv=2, head_dim=6
     ),
     grid(DECODE, layout=("cache", "paged"), num_splits=(0, 1, 4), window_right=(-1, 0)),
     grid(TINY, layout=("cache",), cache_rows=(True,), slack=(0, 4), num_splits=(0, 3)),
-    grid(TINY, layout=("cache", "paged"), leftpad=(True,), num_splits=(0, 3), window_right=(0,)),
+    grid(
+        TINY,
+        keys=((70, 33), (40, 40)),
+        layout=("cache", "paged"),
+        leftpad=(True,),
+        num_splits=(0, 3),
+        window_right=(0,),
+    ),
 )
 def test_cache(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)
