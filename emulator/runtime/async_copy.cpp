@@ -21,7 +21,7 @@ void Thread::cp_async(int where, uint32_t dst, uint64_t src, uint32_t n, uint32_
     }
     memset(p + src_n, 0, n - src_n);
     if (src_n) memcpy(p, from, src_n);
-  }));
+  }, Ending::kHarmless));
 }
 
 void Thread::cp_async_commit(int where) {
@@ -58,12 +58,12 @@ void Thread::cp_async_mbarrier(int where, uint32_t a, bool noinc) {
     for (Done const& d : *all)
       if (!d->done) {
         auto again = weak.lock();
-        post(*this, where, [again] { (*again)(); });
+        post(*this, where, [again] { (*again)(); }, Ending::kHarmless);
         return;
       }
     mbarrier_arrive_async(*this, where, a, agent);
   };
-  post(*this, where, [self] { (*self)(); });
+  post(*this, where, [self] { (*self)(); }, Ending::kHarmless);
 }
 
 static void check_bulk(Thread& t, int at, uint64_t dst, uint64_t src, uint32_t n) {

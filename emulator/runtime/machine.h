@@ -130,11 +130,15 @@ struct Cluster {
   HbClock clock, released;
 };
 
+// What it means if the thread block ends first: nothing for a cp.async, whose destination goes
+// with it; for the others, memory that belongs to somebody else is read or written.
+enum class Ending { kHarmless, kOverwrites, kStoreReads };
 struct AsyncOp {
   std::function<void()> run;
   Thread* by;
   int at;
   Done done;
+  Ending ending;
 };
 
 struct Settings {
@@ -206,7 +210,8 @@ extern Machine M;
 void block(Thread& t, int at, char const* why);
 void pass(Thread& t, int at);  // stays ready, lets others run
 void wait_for(Thread& t, int at, Group const& group, char const* why, bool read_only = false);
-Done post(Thread& t, int at, std::function<void()> fn);        // an unordered operation
+// An unordered operation.
+Done post(Thread& t, int at, std::function<void()> fn, Ending ending = Ending::kOverwrites);
 Done post_store(Thread& t, int at, std::function<void()> fn);  // a bulk store
 void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* params);
 bool next_cluster_to_cancel(uint32_t ctaid[3]);  // cluster launch control

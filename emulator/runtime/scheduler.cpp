@@ -228,15 +228,18 @@ void start_next_cluster() {
 bool belongs(Thread const* t, Cluster const& c) { return t->cta->cluster == &c; }
 
 void drain(Cluster& cluster) {
-  for (AsyncOp const& op : M.late)
-    if (belongs(op.by, cluster))
-      throw EmulatorError(failure_text(
-          op.by, op.at,
-          "the thread block ended while a bulk store may still read its shared memory "
-          "(missing cp.async.bulk.wait_group)"));
-  for (AsyncOp const& op : M.loose)
-    if (belongs(op.by, cluster)) {
-      warn(*op.by, op.at, "the thread block ended with this asynchronous operation in flight");
+  for (auto const* queue : {&M.late, &M.loose})
+    for (AsyncOp const& op : *queue) {
+      if (!belongs(op.by, cluster)) continue;
+      if (op.ending == Ending::kStoreReads)
+        throw EmulatorError(failure_text(
+            op.by, op.at,
+            "the thread block ended while a bulk store may still read its shared memory "
+            "(missing cp.async.bulk.wait_group)"));
+      if (op.ending == Ending::kOverwrites)
+        throw EmulatorError(failure_text(
+            op.by, op.at, "the thread block ended with this asynchronous operation in flight"));
+      warn(*op.by, op.at, "the thread block ended with this cp.async in flight");
       break;
     }
   for (size_t i = 0; i < M.loose.size();)
@@ -503,9 +506,9 @@ void Thread::fail(int where, char const* what) {
   __builtin_unreachable();
 }
 
-Done post(Thread& t, int at, std::function<void()> fn) {
+Done post(Thread& t, int at, std::function<void()> fn, Ending ending) {
   auto done = std::make_shared<Flag>();
-  M.loose.push_back({std::move(fn), &t, at, done});
+  M.loose.push_back({std::move(fn), &t, at, done, ending});
   return done;
 }
 
@@ -513,7 +516,7 @@ Done post_store(Thread& t, int at, std::function<void()> fn) {
   bool const late = M.settings.policy == Policy::kLazy ||
                     (M.settings.policy == Policy::kRandom && M.random(2) == 0);
   auto done = std::make_shared<Flag>();
-  (late ? M.late : M.loose).push_back({std::move(fn), &t, at, done});
+  (late ? M.late : M.loose).push_back({std::move(fn), &t, at, done, Ending::kStoreReads});
   return done;
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 #define TEST_EXPORT extern "C" __attribute__((visibility("default")))

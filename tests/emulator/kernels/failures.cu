@@ -1,0 +1,73 @@
+// Kernels that must be stopped, and launches that must be refused.
+#include <cassert>
+
+#include "test_api.h"
+
+namespace {
+
+__device__ int counter;  // left in any state by a launch that is cut short
+
+__device__ __noinline__ int deep(volatile int* p, int n) {
+  int frame[64];
+  for (int i = 0; i < 64; ++i) frame[i] = p[0] + n + i;
+  return n <= 0 ? frame[3] : deep(p, n - 1) + frame[n % 64];
+}
+
+__global__ void fail_kernel(int which, int* p) {
+  __shared__ int smem[32];
+  switch (which) {
+    case 0: p[0] = 1; break;
+    case 1: *reinterpret_cast<volatile int*>(8) = 1; break;
+    case 2: *reinterpret_cast<volatile int*>(uint64_t(1) << 45) = 1; break;
+    case 3: {
+      const uint32_t address = shared32(smem) + 300 * 1024;
+      asm volatile("st.shared.u32 [%0], %0;" ::"r"(address) : "memory");
+      break;
+    }
+    case 4: asm volatile("st.shared.u32 [%0], %0;" ::"r"(shared32(smem) + 2) : "memory"); break;
+    case 5: __trap(); break;
+    case 6: assert(p == nullptr); break;
+    case 7:
+      while (*const_cast<volatile int*>(p) >= 0) {
+      }
+      break;
+    case 8:
+      if (threadIdx.x < 16) __syncthreads();
+      else asm volatile("bar.sync 1, 32;");
+      break;
+    case 9:
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared32(smem)) : "memory");
+      break;
+    case 10: p[0] = deep(p, 1 << 20); break;
+    case 11: {
+      unsigned x = 1;
+      for (unsigned i = 0; i != ~0u || *p != 77; ++i) x = x * 1664525u + (x >> 3);
+      p[1] = int(x);
+      break;
+    }
+    case 12: if (atomicAdd(&counter, 1) % 32 == 5) __trap(); break;
+    case 13: p[0] = atomicAdd(&counter, 1); break;
+  }
+}
+
+__global__ void __launch_bounds__(64) small_kernel(int* p) { *p = 1; }
+__global__ void large_kernel(int* p) {
+  extern __shared__ int dynamic[];
+  dynamic[threadIdx.x] = 1;
+  *p = dynamic[0];
+}
+
+}  // namespace
+
+TEST_EXPORT const char* flash_cuda_test_fail(int which, int* p) {
+  return guarded([&] { fail_kernel<<<1, 32>>>(which, p); });
+}
+TEST_EXPORT const char* flash_cuda_test_small(int* p, int threads, int blocks) {
+  return guarded([&] { small_kernel<<<blocks, threads>>>(p); });
+}
+TEST_EXPORT const char* flash_cuda_test_large(int* p, int bytes, int opt_in) {
+  return guarded([&] {
+    cudaFuncSetAttribute(large_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, opt_in);
+    large_kernel<<<1, 32, bytes>>>(p);
+  });
+}
