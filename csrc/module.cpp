@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "api/dispatch.h"
 #include "api/explain.h"
 #include "api/plan.h"
+#include "api/read_args.h"
 #if __has_include("build_info.h")
 #include "build_info.h"
 #endif
@@ -77,7 +79,9 @@ struct Names {
 // Reads the arguments of one call in the order of the schema, and holds shapes and strides.
 class ArgReader {
  public:
-  ArgReader(const py::tuple& args, const py::dict& kwargs) : args_(args), kwargs_(kwargs) {}
+  // `with_data`: also reads where data lies, for alignment and for the values of CPU tensors.
+  ArgReader(const py::tuple& args, const py::dict& kwargs, bool with_data)
+      : args_(args), kwargs_(kwargs), with_data_(with_data) {}
 
   TensorInfo tensor(const char* name) {
     const py::handle object = next(name);
@@ -93,6 +97,27 @@ class ArgReader {
     const py::handle object = next(name);
     return !object || object.is_none() ? otherwise : object.cast<T>();
   }
+  template <class T>
+  std::optional<T> optional(const char* name) {
+    const py::handle object = next(name);
+    return !object || object.is_none() ? std::nullopt : std::optional<T>(object.cast<T>());
+  }
+  std::optional<ScalarType> optional_dtype(const char* name) {
+    const py::handle object = next(name);
+    return !object || object.is_none() ? std::nullopt : std::optional(scalar_type_of(object));
+  }
+  void finish() const {
+    if (next_ == args_.size() && used_kwargs_ == kwargs_.size()) return;
+    const std::string names = py::str(py::list(kwargs_)).cast<std::string>();
+    throw py::type_error(join("the op has no such argument: ", args_.size() - next_,
+                              " too many by position, or one of ", names));
+  }
+
+ private:
+  struct Dims {
+    std::array<int64_t, kMaxDims> sizes, strides;
+  };
+
   py::handle next(const char* name) {
     if (next_ < args_.size())
       return PyTuple_GET_ITEM(args_.ptr(), static_cast<Py_ssize_t>(next_++));
@@ -101,19 +126,6 @@ class ArgReader {
     if (found) ++used_kwargs_;
     return found;
   }
-  void finish() const {
-    if (next_ == args_.size() && used_kwargs_ == kwargs_.size()) return;
-    const std::string names = py::str(py::list(kwargs_)).cast<std::string>();
-    throw py::type_error(join("the op has no such argument: ", args_.size() - next_,
-                              " too many by position, or one of ", names));
-  }
-  // Also reads where data lies: for alignment, and for the values of CPU tensors.
-  bool with_data = false;
-
- private:
-  struct Dims {
-    std::array<int64_t, kMaxDims> sizes, strides;
-  };
 
   TensorInfo describe(const char* name, py::handle object) {
     static const Names names;
@@ -141,7 +153,7 @@ class ArgReader {
       t.device_index = index.is_none() ? -1 : index.cast<int>();
     }
     const bool has_data = t.device == DeviceType::kCpu || t.device == DeviceType::kCuda;
-    if (with_data && has_data) {
+    if (with_data_ && has_data) {
       t.data = reinterpret_cast<const void*>(object.attr("data_ptr")().cast<uintptr_t>());
     }
     return t;
@@ -159,127 +171,39 @@ class ArgReader {
 
   const py::tuple& args_;
   const py::dict& kwargs_;
+  const bool with_data_;
   size_t next_ = 0, used_kwargs_ = 0, num_tensors_ = 0;
   std::array<Dims, kMaxTensors> dims_;
 };
-
-void read_options(ArgReader& in, FwdArgs& a) {
-  const py::handle scale = in.next("softmax_scale");
-  a.has_softmax_scale = scale && !scale.is_none();
-  if (a.has_softmax_scale) a.softmax_scale = scale.cast<double>();
-  a.window_left = in.value<int64_t>("window_left", -1);
-  a.window_right = in.value<int64_t>("window_right", -1);
-  a.attention_chunk = in.value<int64_t>("attention_chunk", 0);
-  a.top_left = in.value<bool>("top_left", false);
-  a.softcap = in.value<double>("softcap", 0.0);
-  a.dropout_p = in.value<double>("dropout_p", 0.0);
-}
-
-void read_hints(ArgReader& in, FwdArgs& a) {
-  a.strict = in.value<bool>("strict", false);
-  a.max_seqlen_q = in.value<int64_t>("max_seqlen_q", kNotGiven);
-  a.max_seqlen_k = in.value<int64_t>("max_seqlen_k", kNotGiven);
-}
-
-FwdArgs read_fwd(ArgReader& in) {
-  FwdArgs a;
-  a.q = in.tensor("q");
-  a.k = in.tensor("k");
-  a.v = in.tensor("v");
-  a.bias = in.optional_tensor("bias");
-  a.alibi_slopes = in.optional_tensor("alibi_slopes");
-  a.sink = in.optional_tensor("sink");
-  a.cu_seqlens_q = in.optional_tensor("cu_seqlens_q");
-  a.cu_seqlens_k = in.optional_tensor("cu_seqlens_k");
-  a.seqused_q = in.optional_tensor("seqused_q");
-  a.seqused_k = in.optional_tensor("seqused_k");
-  a.leftpad_k = in.optional_tensor("leftpad_k");
-  a.block_table = in.optional_tensor("block_table");
-  a.cache_batch_idx = in.optional_tensor("cache_batch_idx");
-  a.qv = in.optional_tensor("qv");
-  a.q_descale = in.optional_tensor("q_descale");
-  a.k_descale = in.optional_tensor("k_descale");
-  a.v_descale = in.optional_tensor("v_descale");
-  a.rng_state = in.optional_tensor("rng_state");
-  read_options(in, a);
-  a.num_splits = in.value<int64_t>("num_splits", 0);
-  a.split_size = in.value<int64_t>("split_size", 0);
-  a.pack_gqa = in.value<int64_t>("pack_gqa", -1);
-  read_hints(in, a);
-  in.finish();
-  return a;
-}
-
-BwdArgs read_bwd(ArgReader& in) {
-  BwdArgs b;
-  FwdArgs& a = b.fwd;
-  b.dout = in.tensor("dout");
-  b.dlse = in.optional_tensor("dlse");
-  a.q = in.tensor("q");
-  a.k = in.tensor("k");
-  a.v = in.tensor("v");
-  b.out = in.tensor("out");
-  b.lse = in.tensor("lse");
-  a.bias = in.optional_tensor("bias");
-  a.alibi_slopes = in.optional_tensor("alibi_slopes");
-  a.sink = in.optional_tensor("sink");
-  a.cu_seqlens_q = in.optional_tensor("cu_seqlens_q");
-  a.cu_seqlens_k = in.optional_tensor("cu_seqlens_k");
-  a.seqused_q = in.optional_tensor("seqused_q");
-  a.seqused_k = in.optional_tensor("seqused_k");
-  a.rng_state = in.optional_tensor("rng_state");
-  read_options(in, a);
-  read_hints(in, a);
-  b.deterministic = in.value<bool>("deterministic", false);
-  b.wanted = in.value<int64_t>("wanted", 7);
-  in.finish();
-  return b;
-}
 
 void check_values(const FwdArgs& a, const Sizes& sizes) {
   if (debug_mode() && a.q.device == DeviceType::kCpu) check_lengths(a, sizes);
 }
 
 void py_check_fwd(const py::args& args, const py::kwargs& kwargs) {
-  ArgReader in(args, kwargs);
-  in.with_data = debug_mode();
+  ArgReader in(args, kwargs, debug_mode());
   const FwdArgs a = read_fwd(in);
+  in.finish();
   check_values(a, check_fwd(a));
 }
 
 void py_check_bwd(const py::args& args, const py::kwargs& kwargs) {
-  ArgReader in(args, kwargs);
-  in.with_data = debug_mode();
+  ArgReader in(args, kwargs, debug_mode());
   const BwdArgs b = read_bwd(in);
+  in.finish();
   check_values(b.fwd, check_bwd(b));
 }
 
 void py_check_combine(const py::args& args, const py::kwargs& kwargs) {
-  ArgReader in(args, kwargs);
-  CombineArgs a;
-  a.out_partial = in.tensor("out_partial");
-  a.lse_partial = in.tensor("lse_partial");
-  const py::handle dtype = in.next("dtype");
-  a.has_dtype = dtype && !dtype.is_none();
-  if (a.has_dtype) a.dtype = scalar_type_of(dtype);
+  ArgReader in(args, kwargs, false);
+  const CombineArgs a = read_combine(in);
   in.finish();
   check_combine(a);
 }
 
 void py_check_kv_append(const py::args& args, const py::kwargs& kwargs) {
-  ArgReader in(args, kwargs);
-  in.with_data = true;
-  KvAppendArgs a;
-  a.k_cache = in.tensor("k_cache");
-  a.v_cache = in.tensor("v_cache");
-  a.k = in.tensor("k");
-  a.v = in.tensor("v");
-  a.cache_seqlens = in.tensor("cache_seqlens");
-  a.block_table = in.optional_tensor("block_table");
-  a.cache_batch_idx = in.optional_tensor("cache_batch_idx");
-  a.rotary_cos = in.optional_tensor("rotary_cos");
-  a.rotary_sin = in.optional_tensor("rotary_sin");
-  a.rotary_interleaved = in.value<bool>("rotary_interleaved", true);
+  ArgReader in(args, kwargs, true);
+  const KvAppendArgs a = read_kv_append(in);
   in.finish();
   check_kv_append(a);
   if (a.k.device == DeviceType::kCpu) check_append_lengths(a);
@@ -321,16 +245,16 @@ Target target_of(const TensorInfo& q, int compute_capability) {
 }
 
 py::dict py_explain_fwd(int compute_capability, const py::args& args, const py::kwargs& kwargs) {
-  ArgReader in(args, kwargs);
-  in.with_data = true;
+  ArgReader in(args, kwargs, true);
   const FwdArgs a = read_fwd(in);
+  in.finish();
   return dict_of(explain_fwd(a, check_fwd(a), target_of(a.q, compute_capability)));
 }
 
 py::dict py_explain_bwd(int compute_capability, const py::args& args, const py::kwargs& kwargs) {
-  ArgReader in(args, kwargs);
-  in.with_data = true;
+  ArgReader in(args, kwargs, true);
   const BwdArgs b = read_bwd(in);
+  in.finish();
   return dict_of(explain_bwd(b, check_bwd(b), target_of(b.fwd.q, compute_capability)));
 }
 
@@ -433,7 +357,10 @@ PYBIND11_MODULE(_C, m) {
         "'emulated:ARCH'; '' for what FLASH_CUDA_KERNEL says. Returns what was set before.");
   m.def("override_name", &override_name, "The override in force in this thread, or ''.");
   m.def("load_emulated", &load_emulated, py::arg("path"), py::arg("num_sms") = 2,
-        "Loads a library of emulated kernels; returns the arch of its folder (90 for sm90).");
+        "Loads a library of emulated kernels; returns the arch of its folder (90 for sm90). Of "
+        "two of one folder the later one serves.");
+  m.def("unload_emulated", &unload_emulated, py::arg("path"),
+        "Lets that library serve no further call.");
 
   m.def("kernel_table", &py_kernel_table, py::arg("emulated") = false,
         "A dict a compiled (or emulated) kernel, in the order in which dispatch tries them.");

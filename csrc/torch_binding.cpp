@@ -30,7 +30,7 @@
 #include "api/check.h"
 #include "api/device.h"
 #include "api/dispatch.h"
-#include "api/fill_params.h"
+#include "api/read_args.h"
 
 namespace flash_cuda {
 namespace {
@@ -156,16 +156,21 @@ class ArgReader {
 
   TensorInfo tensor(const char* name) { return keep(name, stable::detail::to<Tensor>(*next_++)); }
   TensorInfo optional_tensor(const char* name) {
-    auto tensor = optional<Tensor>();
+    auto tensor = optional<Tensor>(name);
     return tensor ? keep(name, std::move(*tensor)) : TensorInfo{name};
   }
   template <class T>
-  T value() {
+  T value(const char*, T) {  // torch has filled in the default
     return stable::detail::to<T>(*next_++);
   }
   template <class T>
-  std::optional<T> optional() {
+  std::optional<T> optional(const char*) {
     return stable::detail::to<std::optional<T>>(*next_++);
+  }
+  std::optional<ScalarType> optional_dtype(const char* name) {
+    const auto type = optional<torch::headeronly::ScalarType>(name);
+    if (!type) return std::nullopt;
+    return scalar_type_of(stable::detail::to<int32_t>(stable::detail::from(*type)));
   }
 
   TensorInfo keep(const char* name, Tensor tensor) {
@@ -191,77 +196,6 @@ class ArgReader {
   StableIValue* next_;
   std::vector<Tensor> tensors_;
 };
-
-void read_options(ArgReader& in, FwdArgs& a) {
-  const auto scale = in.optional<double>();
-  a.has_softmax_scale = scale.has_value();
-  a.softmax_scale = scale.value_or(0.0);
-  a.window_left = in.value<int64_t>();
-  a.window_right = in.value<int64_t>();
-  a.attention_chunk = in.value<int64_t>();
-  a.top_left = in.value<bool>();
-  a.softcap = in.value<double>();
-  a.dropout_p = in.value<double>();
-}
-
-void read_hints(ArgReader& in, FwdArgs& a) {
-  a.strict = in.value<bool>();
-  a.max_seqlen_q = in.optional<int64_t>().value_or(kNotGiven);
-  a.max_seqlen_k = in.optional<int64_t>().value_or(kNotGiven);
-}
-
-FwdArgs read_fwd(ArgReader& in) {
-  FwdArgs a;
-  a.q = in.tensor("q");
-  a.k = in.tensor("k");
-  a.v = in.tensor("v");
-  a.bias = in.optional_tensor("bias");
-  a.alibi_slopes = in.optional_tensor("alibi_slopes");
-  a.sink = in.optional_tensor("sink");
-  a.cu_seqlens_q = in.optional_tensor("cu_seqlens_q");
-  a.cu_seqlens_k = in.optional_tensor("cu_seqlens_k");
-  a.seqused_q = in.optional_tensor("seqused_q");
-  a.seqused_k = in.optional_tensor("seqused_k");
-  a.leftpad_k = in.optional_tensor("leftpad_k");
-  a.block_table = in.optional_tensor("block_table");
-  a.cache_batch_idx = in.optional_tensor("cache_batch_idx");
-  a.qv = in.optional_tensor("qv");
-  a.q_descale = in.optional_tensor("q_descale");
-  a.k_descale = in.optional_tensor("k_descale");
-  a.v_descale = in.optional_tensor("v_descale");
-  a.rng_state = in.optional_tensor("rng_state");
-  read_options(in, a);
-  a.num_splits = in.value<int64_t>();
-  a.split_size = in.value<int64_t>();
-  a.pack_gqa = in.value<int64_t>();
-  read_hints(in, a);
-  return a;
-}
-
-BwdArgs read_bwd(ArgReader& in) {
-  BwdArgs b;
-  FwdArgs& a = b.fwd;
-  b.dout = in.tensor("dout");
-  b.dlse = in.optional_tensor("dlse");
-  a.q = in.tensor("q");
-  a.k = in.tensor("k");
-  a.v = in.tensor("v");
-  b.out = in.tensor("out");
-  b.lse = in.tensor("lse");
-  a.bias = in.optional_tensor("bias");
-  a.alibi_slopes = in.optional_tensor("alibi_slopes");
-  a.sink = in.optional_tensor("sink");
-  a.cu_seqlens_q = in.optional_tensor("cu_seqlens_q");
-  a.cu_seqlens_k = in.optional_tensor("cu_seqlens_k");
-  a.seqused_q = in.optional_tensor("seqused_q");
-  a.seqused_k = in.optional_tensor("seqused_k");
-  a.rng_state = in.optional_tensor("rng_state");
-  read_options(in, a);
-  read_hints(in, a);
-  b.deterministic = in.value<bool>();
-  b.wanted = in.value<int64_t>();
-  return b;
-}
 
 // ---- allocation, device, stream
 
@@ -529,17 +463,10 @@ void bwd(StableIValue* stack) {
 template <bool kEmulated>
 void combine(StableIValue* stack) {
   ArgReader in(stack);
-  CombineArgs a;
-  a.out_partial = in.tensor("out_partial");
-  a.lse_partial = in.tensor("lse_partial");
-  if (const auto type = in.optional<torch::headeronly::ScalarType>()) {
-    a.has_dtype = true;
-    a.dtype = scalar_type_of(stable::detail::to<int32_t>(stable::detail::from(*type)));
-  }
+  const CombineArgs a = read_combine(in);
   check_combine(a);
   const Place<kEmulated> place(a.out_partial);
-  const ScalarType type = a.has_dtype ? a.dtype : a.out_partial.dtype;
-  Buffer out(a.out_partial.sizes + 1, 4, type, a.out_partial);
+  Buffer out(a.out_partial.sizes + 1, 4, a.dtype, a.out_partial);
   Buffer lse(a.lse_partial.sizes + 1, 3, a.lse_partial.dtype, a.out_partial);
   if (a.out_partial.numel() == 0) {
     out.zero();
@@ -549,7 +476,7 @@ void combine(StableIValue* stack) {
     if (!place.kernels.combine) refuse_no_kernel(place.kernels, {"combine is not built"});
     TensorInfo result = a.out_partial;
     result.name = "dtype";
-    result.dtype = type;
+    result.dtype = a.dtype;
     place.kernels.combine(combine_params(a, out.data(), kernel_dtype(result), lse.data<float>()),
                           place.stream);
   }
@@ -560,17 +487,7 @@ void combine(StableIValue* stack) {
 template <bool kEmulated>
 void kv_append_(StableIValue* stack) {
   ArgReader in(stack);
-  KvAppendArgs a;
-  a.k_cache = in.tensor("k_cache");
-  a.v_cache = in.tensor("v_cache");
-  a.k = in.tensor("k");
-  a.v = in.tensor("v");
-  a.cache_seqlens = in.tensor("cache_seqlens");
-  a.block_table = in.optional_tensor("block_table");
-  a.cache_batch_idx = in.optional_tensor("cache_batch_idx");
-  a.rotary_cos = in.optional_tensor("rotary_cos");
-  a.rotary_sin = in.optional_tensor("rotary_sin");
-  a.rotary_interleaved = in.value<bool>();
+  const KvAppendArgs a = read_kv_append(in);
   check_kv_append(a);
   check_values(in, a);
   const Place<kEmulated> place(a.k);

@@ -33,6 +33,7 @@ def fake_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = _C.set_override("emulated:sm80")
     yield
     _C.set_override(before)
+    _C.unload_emulated(str(library))
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -385,6 +386,24 @@ def test_override_belongs_to_its_thread() -> None:
     thread.join()
     with flash_cuda.use_kernel(""):  # what the process says
         assert seen == [_C.override_name()]
+
+
+def test_the_library_loaded_last_serves(tmp_path: Path) -> None:
+    source = tmp_path / "bare.cpp"
+    source.write_text(
+        '#include "common/kernel_table.h"\n'
+        'extern "C" const flash_cuda::KernelTable* flash_cuda_kernel_table() {\n'
+        "  static const flash_cuda::KernelTable table;\n"
+        "  return &table;\n"
+        "}\n"
+    )
+    bare = tmp_path / "bare.so"
+    compile_cpp([source], bare, "-fPIC", "-shared", "-static-libubsan")
+    _C.load_emulated(str(bare))
+    assert _C.kernel_table(emulated=True) == []
+    assert "sm80: has no kernel for this op" in _C.explain_fwd(0, **dense())["refusal"]
+    _C.unload_emulated(str(bare))
+    check_fwd(**dense())
 
 
 def test_libraries_that_are_none(tmp_path: Path) -> None:

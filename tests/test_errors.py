@@ -386,6 +386,27 @@ def test_lengths_on_the_host_beside_cuda_tensors() -> None:
         ops.fwd(**on_gpu)
 
 
+@pytest.mark.gpu
+def test_cuda_tensors_without_kernels() -> None:
+    if _C.build_info()["folders"]:
+        pytest.skip("this build has kernels")
+    call = {name: t.cuda().bfloat16() for name, t in dense_call().items()}
+    pattern = "built without CUDA kernels.*FLASH_CUDA_ARCHS=native"
+    with pytest.raises(ValueError, match=pattern):
+        ops.fwd(**call)
+    with pytest.raises(NotImplementedError, match=pattern):
+        flash_cuda.attention(*call.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cpu", "emulated:sm80"])
+def test_overrides_for_cpu_tensors_refuse_cuda_tensors(name: str) -> None:
+    call = {name: t.cuda().bfloat16() for name, t in dense_call().items()}
+    pattern = f"override '{name}' serves CPU tensors, got q on cuda:0"
+    with flash_cuda.use_kernel(name), pytest.raises(ValueError, match=pattern):
+        ops.fwd(**call)
+
+
 # ---- values, in the debug mode
 
 VALUES = [
@@ -455,6 +476,7 @@ def test_without_kernels_cuda_says_how_to_build_them() -> None:
         pytest.skip("this build has kernels")
     with flash_cuda.use_kernel(""):
         text = _C.explain_fwd(90, **dense_call())["text"]
+    assert "serves CPU tensors only" in text
     assert "FLASH_CUDA_ARCHS=native pip install" in text
 
 

@@ -62,6 +62,8 @@ std::string override_name();
 // Loads the library of one folder, whose kernels the emulator runs; returns its arch. The library
 // lives as long as the process. The device that its kernels see has `num_sms` multiprocessors.
 int load_emulated(const std::string& path, int num_sms);
+// Its kernels serve no further call.
+void unload_emulated(const std::string& path);
 
 // The folders that may serve a tensor on a GPU, or (emulated) on the CPU, under the override.
 // Refuses an override that does not fit or names what was not built.

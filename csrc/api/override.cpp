@@ -1,6 +1,7 @@
 // The override, and the emulated libraries that one of its values asks for.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <mutex>
 
@@ -33,6 +34,7 @@ int arch_of(const std::string& name) {
 }
 
 struct EmulatedLibrary {
+  std::string path;
   Folder folder;
   int num_sms;
 };
@@ -105,9 +107,18 @@ int load_emulated(const std::string& path, int num_sms) {
   const KernelTable* table = get_table();
   if (num_sms < 1) refuse_value("num_sms must be at least 1, got ", num_sms);
   const Folder folder{arch_of(*table), table};
+  unload_emulated(path);
   const std::lock_guard<std::mutex> lock(emulated_mutex);
-  emulated_libraries().push_back({folder, num_sms});
+  emulated_libraries().push_back({path, folder, num_sms});
   return folder.arch;
+}
+
+void unload_emulated(const std::string& path) {
+  const std::lock_guard<std::mutex> lock(emulated_mutex);
+  auto& libraries = emulated_libraries();  // not closed: a launch may be under way
+  libraries.erase(std::remove_if(libraries.begin(), libraries.end(),
+                                 [&](const EmulatedLibrary& l) { return l.path == path; }),
+                  libraries.end());
 }
 
 Kernels kernels_for_gpu(const DeviceInfo& device, const TensorInfo& q) {
@@ -128,8 +139,8 @@ Kernels kernels_for_gpu(const DeviceInfo& device, const TensorInfo& q) {
   if (!kernels.folders.empty()) return kernels;
   if (compiled_folders().empty()) {
     refuse_unsupported(
-        "flash_cuda was built without CUDA kernels. Build them in its source folder "
-        "with: FLASH_CUDA_ARCHS=native pip install --no-build-isolation --no-deps "
+        "flash_cuda was built without CUDA kernels and serves CPU tensors only. Build them in its "
+        "source folder with: FLASH_CUDA_ARCHS=native pip install --no-build-isolation --no-deps "
         "--force-reinstall .");
   }
   if (override.kind == Override::Kind::kArch) {
