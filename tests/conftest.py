@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: one case of each kind; -m smoke takes a minute")
+    chosen_backends(config)  # a wrong name is one line here, not an error in every file
     # The cases are small: more threads would mostly wait for each other.
     torch.set_num_threads(int(os.environ.get("FLASH_CUDA_TEST_THREADS", "1")))
 

@@ -165,6 +165,34 @@ def test_memory_is_linear(heads: int) -> None:
     assert largest.elements * 2 < heads * rows * rows
 
 
+class Products(TorchDispatchMode):
+    """Counts the multiplications of batched matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplications = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm_.default):
+            a, b = args[-2:]
+            self.multiplications += a.numel() * b.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "chunk", "share"),
+    [(-1, -1, 0, 1.0), (-1, 0, 0, 0.5), (64, 0, 0, 0.07), (0, 64, 0, 0.07), (-1, -1, 128, 0.125)],
+)
+def test_masked_tiles_cost_nothing(left: int, right: int, chunk: int, share: float) -> None:
+    q, k, v = (torch.randn(1, 1024, 1, 16) for _ in "qkv")
+    window = {"window_left": left, "window_right": right, "attention_chunk": chunk}
+    with use_options(EngineOptions(block_q=16, block_kv=16)), Products() as products:
+        out, lse = reference.fwd(q, k, v, **window)
+        reference.bwd(out, None, q, k, v, out, lse, **window)
+    dense = 7 * 1024 * 1024 * 16
+    assert share * dense * 0.9 < products.multiplications < share * dense * 1.3
+
+
 # ---- numeric switches ----------------------------------------------------------------------------
 
 
