@@ -406,8 +406,8 @@ struct Gradients {
         dv(make(b, kWantDv, b.fwd.v, b.fwd.v.dtype)),
         dbias(make(b, kWantDbias, b.fwd.bias, ScalarType::kFloat32)),
         dsink(make(b, kWantDsink, b.fwd.sink, ScalarType::kFloat32)) {
-    dbias.zero();
-    dsink.zero();
+    if (b.wanted & kWantDbias) dbias.zero();
+    if (b.wanted & kWantDsink) dsink.zero();
   }
   static Buffer make(const BwdArgs& b, int bit, const TensorInfo& t, ScalarType type) {
     return b.wanted & bit ? like(t, type) : Buffer::empty(type, b.fwd.q);

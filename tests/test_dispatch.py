@@ -247,6 +247,9 @@ def test_empty_packed_and_paged(with_sink: bool) -> None:
     check_bwd(7 + 16 * with_sink, **call)
     no_sequence = packed((0,), (0,)) | {"q": torch.randn(3, 4, 16)}
     check_fwd(**no_sequence, **sink)
+    rest = packed((0, 0, 0), (0, 3, 5)) | {"q": torch.randn(3, 4, 16), "max_seqlen_q": 0}
+    check_fwd(**rest, **sink)
+    check_bwd(**rest)
     pages = dense() | {"k": torch.randn(0, 4, 2, 16), "v": torch.randn(0, 4, 2, 24)} | sink
     check_fwd(**pages, block_table=torch.zeros(2, 0, dtype=torch.int32), seqused_k=i32(0, 0))
 

@@ -99,7 +99,9 @@ const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const
 
 }  // namespace
 
-bool has_queries(const Sizes& s) { return s.batch > 0 && s.total_q > 0 && s.num_heads_q > 0; }
+bool has_queries(const Sizes& s) {
+  return s.batch > 0 && s.seqlen_q > 0 && s.total_q > 0 && s.num_heads_q > 0;
+}
 bool has_keys(const Sizes& s) { return s.seqlen_kv > 0 && s.total_kv > 0; }
 
 ScalarType out_dtype_of(const TensorInfo& q) {

@@ -115,7 +115,7 @@ float attend(const FwdParams& p, const SeqInfo& s, int b, int h, int i, int begi
 
 // An empty grid or tensor map cannot be launched: the binding keeps them away from kernels.
 void check_not_empty(const FwdParams& p) {
-  if (p.batch < 1 || p.total_q < 1 || p.total_kv < 1 || p.seqlen_kv < 1) {
+  if (p.batch < 1 || p.total_q < 1 || p.seqlen_q < 1 || p.total_kv < 1 || p.seqlen_kv < 1) {
     throw std::runtime_error("nothing to launch");
   }
 }
