@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from .inputs import Inputs, pages_of_sequence
 from .machine import version_of
 
 Forward = Callable[[], Tensor]
+ROOT = Path(__file__).resolve().parent.parent
 HALF = frozenset({"bfloat16", "float16"})
 FA4_CACHE = Path(tempfile.gettempdir()) / "flash_cuda_bench_fa4"
 
@@ -219,8 +221,17 @@ class FlashCuda(FlashAttn2):
         self.name = f"flash_cuda:{kernel}" if kernel else "flash_cuda"
 
     def load(self) -> None:
-        """Imports flash_cuda."""
-        self.module = importlib.import_module("flash_cuda")
+        """Imports flash_cuda: this folder's if it is built here, else the installed one."""
+        if any((ROOT / "flash_cuda").glob("_C*.so")):
+            self.module = importlib.import_module("flash_cuda")
+            return
+        # `python -m` puts the current folder first, where sources without kernels would hide it.
+        before = list(sys.path)
+        sys.path[:] = [entry for entry in before if Path(entry or ".").resolve() != ROOT]
+        try:
+            self.module = importlib.import_module("flash_cuda")
+        finally:
+            sys.path[:] = before
 
     def refuses(self, case: Case) -> str | None:
         """As its abilities, with float32 and float8 where they are served."""

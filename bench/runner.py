@@ -45,6 +45,7 @@ class Settings:
     device: torch.device
     rounds: int = 15
     warmup: int = 3
+    fewest_rounds: int = 5  # however little time is left
     budget_seconds: float = 0.0  # 0: no limit
     soak_seconds: float = 0.0
     timer: str | None = None  # overrides the cases'
@@ -224,7 +225,8 @@ class Runner:
         self.progress(f"{case.label}: {name}, timing")
         begin = time.perf_counter()
         try:
-            interleave(timed, self.clock, settings.rounds, settings.warmup, seconds)
+            rounds = (settings.rounds, settings.warmup)
+            interleave(timed, self.clock, *rounds, seconds, settings.fewest_rounds)
             readings = self.telemetry.between(begin, time.perf_counter())
             for one in timed:
                 entry = entries[one.name]
@@ -243,23 +245,6 @@ class Runner:
         self, case: Case, name: str, backend: Backend, sets: list[Inputs], entry: dict[str, Any]
     ) -> Timed:
         """Calls of one backend, its host time and its memory."""
-        with backend.scope(case):
-            bare = [make_call(case, name, backend, x) for x in sets]
-            entry["peak_bytes"] = peak_bytes(bare[0], self.settings.device)
-            for call in bare[1:]:
-                call()
-            roughly = self.clock.measure(bare[0], 1.0)
-            count = round(min(20.0, max(3.0, 30.0 / max(1e-3, roughly))))
-            host_ms = host_milliseconds(bare, self.clock, count)
-            entry["host_us"] = round(1e3 * host_ms, 2)
-            timer = self.settings.timer or case.timer
-            if timer == "graph" and self.settings.device.type == "cuda":
-                try:
-                    graph = capture_graph(bare)
-                    return Timed(backend.name, [graph.replay], 0.1, len(bare), "graph", keep=bare)
-                except Exception as failure:  # not every peer can be captured
-                    entry["note"] = f"no graph: {first_line(failure)}"
-                    self.synchronize(backend.name)
 
         def scoped(call: Call) -> Call:
             def run() -> None:
@@ -268,10 +253,27 @@ class Runner:
 
             return run
 
-        wall = self.settings.device.type == "cpu"
-        return Timed(
-            backend.name, [scoped(c) for c in bare], host_ms, 1, "wall" if wall else "events"
-        )
+        with backend.scope(case):
+            bare = [make_call(case, name, backend, x) for x in sets]
+            entry["peak_bytes"] = peak_bytes(bare[0], self.settings.device)
+            if self.settings.device.type == "cpu":
+                return Timed(backend.name, [scoped(call) for call in bare], timer="wall")
+            for call in bare[1:]:
+                call()
+            roughly = self.clock.measure(bare[0], 1.0)
+            count = round(min(20.0, max(3.0, 30.0 / max(1e-3, roughly))))
+            host_ms = host_milliseconds(bare, self.clock, count)
+            entry["host_us"] = round(1e3 * host_ms, 2)
+            timer = self.settings.timer or case.timer
+            if timer == "graph":
+                try:
+                    graph = capture_graph(bare)
+                    return Timed(backend.name, [graph.replay], 0.1, len(bare), "graph", keep=bare)
+                except Exception as failure:  # not every peer can be captured
+                    entry["note"] = f"no graph: {first_line(failure)}"
+                    self.synchronize(backend.name)
+
+        return Timed(backend.name, [scoped(call) for call in bare], host_ms)
 
     def _soak(self, case: Case, name: str, one: Timed, ms: float) -> dict[str, Any]:
         """The heat-soaked rate."""

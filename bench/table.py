@@ -23,7 +23,7 @@ def rows_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     columns = ours + [n for n in seen if n not in ours]
     header = ["case", "pass", *columns]
     if ours:
-        header += ["vs best", "of", "ceiling", "spread", "host us"]
+        header += ["ratio", "best peer", "ceiling", "spread", "host us"]
     rows = []
     order = dict.fromkeys((e["key"], e["pass"]) for e in report["results"])
     for key, name in order:
@@ -44,13 +44,12 @@ def rows_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def rate_text(case: dict[str, Any], entry: dict[str, Any]) -> str:
     """The rate in the unit of the case, and the heat-soaked one after a slash."""
-    unit, digits = ("tbps", 2) if case["kind"] == "decode" else ("tflops", 0)
-    if entry[unit] < 10:
-        digits = 2
-    text = f"{entry[unit]:.{digits}f}"
-    if "soak" in entry:
-        text += f"/{entry['soak'][unit]:.{digits}f}"
-    return text
+    unit = "tbps" if case["kind"] == "decode" else "tflops"
+    rates = [entry[unit]] + ([entry["soak"][unit]] if "soak" in entry else [])
+    if unit == "tflops" and max(rates) < 1:
+        return "/".join(f"{1000 * rate:.3g}G" for rate in rates)
+    digits = 2 if unit == "tbps" or max(rates) < 10 else 0
+    return "/".join(f"{rate:.{digits}f}" for rate in rates)
 
 
 def our_columns(ours: list[dict[str, Any]]) -> list[str]:
@@ -67,7 +66,7 @@ def our_columns(ours: list[dict[str, Any]]) -> list[str]:
         best.get("best_peer", ""),
         share,
         f"{100 * best['spread']:.1f}%",
-        f"{best['host_us']:.0f}",
+        f"{best['host_us']:.0f}" if "host_us" in best else "",
     ]
 
 
@@ -95,10 +94,10 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         matmul = " ".join(f"{c['when']} {c['matmul_tflops']:.4g}" for c in report["ceiling"])
         copy = mean_ceiling(report, "copy_tbps")
         notes.append(f"ceiling: matmul {matmul} TFLOP/s, copy {copy:.3g} TB/s")
-    units = "TFLOP/s, decode TB/s of K and V"
+    units = "TFLOP/s (G: GFLOP/s), decode TB/s of K and V"
     if report["settings"]["soak_seconds"]:
         units += "; single calls / heat-soaked"
-    notes.append(f"{units}; vs best: our speed over the best peer's; {report['seconds']} s in all")
+    notes.append(f"{units}; ratio: our speed over the best peer's; {report['seconds']} s in all")
     telemetry = [e["telemetry"] for e in report["results"] if e.get("telemetry")]
     if telemetry:
         spans = {

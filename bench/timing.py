@@ -159,7 +159,7 @@ def interleave(
         seconds: time for all of it.
         minimum: fewest rounds.
     """
-    deadline = clock.now() + seconds
+    deadline, minimum = clock.now() + seconds, min(minimum, rounds)
     place = 0
     for turn in range(-warmup, rounds):
         if turn >= minimum and clock.now() > deadline:

@@ -22,6 +22,7 @@ import torch
 from .cases import Case, load_suites
 
 COMPILED = ("fa4",)
+TIMEOUT_SECONDS = 240
 
 
 def distinct(cases: list[Case]) -> list[Case]:
@@ -80,8 +81,12 @@ def warm_up(
         for i in range(workers)
     ]
     for process in running:
-        errors = process.communicate()[1]
-        if process.returncode:
+        try:
+            errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors = f"more than {TIMEOUT_SECONDS} s"
+        if process.wait():
             last = errors.strip().split("\n")[-1] if errors.strip() else "no message"
             tell(f"a compiling process failed, its kernels compile later: {last}")
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import cost
+from bench import cost, warm
 from bench.backends import Abilities, Backend, all_backends
 from bench.cases import Case, expand, load_suites, load_toml, make_case, short
 from bench.derived import load_peers
+from bench.warm import distinct
 
 SUITES = load_suites()
 
@@ -208,3 +209,27 @@ def test_absent_backends_say_why() -> None:
         elif not name.startswith("flash_cuda"):
             assert reason
             assert "\n" not in reason
+
+
+# ---- compiling beforehand --------------------------------------------------------------------
+
+
+def test_compiling_takes_one_case_of_a_kind() -> None:
+    train = distinct(list(SUITES["train"].cases))
+    assert {(c.head_dim, c.causal) for c in train} == {
+        (d, c) for d in (64, 128, 256) for c in (False, True)
+    }
+    assert len(train) == 6
+    assert len(distinct(list(SUITES["deterministic"].cases))) == 8
+
+
+def test_a_compiling_process_without_the_peer_does_nothing() -> None:
+    arguments = ["--suite", "train", "--worker", "0", "--workers", "1"]
+    if all_backends()["fa4"].missing(torch.device("cuda")):
+        assert warm.main(arguments) == 0
+
+
+def test_nothing_is_started_for_peers_that_do_not_compile() -> None:
+    said: list[str] = []
+    warm.warm_up(["train"], ["flash_cuda", "sdpa_flash"], "", [], said.append)
+    assert said == []
