@@ -125,6 +125,8 @@ def test_registers_attention_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         adapter.register()
     assert not registered["attention"]
     masks.flash_attention_mask = object()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="flash"):
+        adapter.register("flash_cuda")
     adapter.register("mine")
     assert registered["attention"] == {"mine": adapter.attention}
     assert registered["mask"] == {"mine": masks.flash_attention_mask}

@@ -2,7 +2,7 @@
 
     import flash_cuda.compat.transformers
     flash_cuda.compat.transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_cuda")
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fcuda")
 
 `register` adds the attention function and its mask function: with the first alone, transformers
 would leave out masks without a word.
@@ -18,18 +18,25 @@ from torch import Tensor, nn
 from flash_cuda import _ops
 from flash_cuda.options import fwd_options
 
-IMPLEMENTATION = "flash_cuda"
+# Transformers takes any name with "flash" in it for the flash_attn package, and looks for that.
+IMPLEMENTATION = "fcuda"
 
 
 def register(name: str = IMPLEMENTATION) -> None:
     """Makes ``attn_implementation=name`` known to transformers.
 
     Args:
-        name: the name that models are then loaded with.
+        name: the name that models are then loaded with; not one that contains ``flash``.
 
     Raises:
+        ValueError: the name contains ``flash``, which transformers keeps for the flash_attn package.
         ImportError: transformers is missing, or too old to register implementations with.
     """
+    if "flash" in name:
+        raise ValueError(
+            f"name must not contain 'flash', got {name!r}: transformers would look "
+            "for the flash_attn package"
+        )
     try:
         from transformers import AttentionInterface  # type: ignore[import-not-found]
         from transformers.masking_utils import (  # type: ignore[import-not-found]
