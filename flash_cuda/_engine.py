@@ -19,7 +19,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 def fwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """CPU kernel of `fwd`."""
     _C.check_fwd(*args, **kwargs)
-    if _emulated():
+    if emulated():
         return torch.ops.flash_cuda._fwd_emulated(*args, **kwargs)  # type: ignore[no-any-return]
     with _without_autocast():
         return reference.fwd(*args, **kwargs)
@@ -28,7 +28,7 @@ def fwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """CPU kernel of `bwd`."""
     _C.check_bwd(*args, **kwargs)
-    if _emulated():
+    if emulated():
         grads = torch.ops.flash_cuda._bwd_emulated(*args, **kwargs)
     else:
         with _without_autocast():
@@ -40,7 +40,7 @@ def bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 def combine(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """CPU kernel of `combine`."""
     _C.check_combine(*args, **kwargs)
-    if _emulated():
+    if emulated():
         return torch.ops.flash_cuda._combine_emulated(*args, **kwargs)  # type: ignore[no-any-return]
     with _without_autocast():
         return reference.combine(*args, **kwargs)
@@ -49,10 +49,9 @@ def combine(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def kv_append_(*args: Any, **kwargs: Any) -> None:
     """CPU kernel of `kv_append_`."""
     _C.check_kv_append(*args, **kwargs)
-    if _emulated():
+    if emulated():
         torch.ops.flash_cuda._kv_append_emulated_(*args, **kwargs)
         return
-    _check_room(*args, **kwargs)
     with _without_autocast():
         reference.kv_append_(*args, **kwargs)
 
@@ -70,7 +69,7 @@ def _without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
-def _emulated() -> bool:
+def emulated() -> bool:
     """Whether the override asks for emulated kernels; one for CUDA tensors is refused."""
     name = _C.override_name()
     if name in ("", "cpu"):
@@ -82,24 +81,3 @@ def _emulated() -> bool:
         f"the kernel override {name!r} serves CUDA tensors, got q on cpu; 'cpu' and "
         "'emulated:ARCH' serve CPU tensors"
     )
-
-
-def _check_room(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = None,
-    *unused: Any,
-    **options: Any,
-) -> None:
-    """The lengths can be read here; on a GPU that would cost a wait, and rows that do not fit
-    are left out."""
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    for length in cache_seqlens.tolist():
-        if length < 0 or length + k.shape[1] > capacity:
-            raise ValueError(
-                f"cache_seqlens must leave room for {k.shape[1]} new keys in a cache of "
-                f"{capacity}, got {length}"
-            )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cuda import _C
+from flash_cuda import _C, _engine
 from flash_cuda.options import fwd_options
 
 # Compute capabilities by the names that people use.
@@ -317,7 +317,7 @@ def _fwd_call(
 def _explain_fwd(capability: int, qkv: list[_Shape], call: dict[str, Any]) -> Explanation:
     if capability == _CPU:
         _C.check_fwd(*qkv, **call)
-        if not _C.override_name().startswith("emulated"):
+        if not _engine.emulated():
             return _by_engine()
         return _explanation(_C.explain_fwd(0, *qkv, **call))
     return _explanation(_C.explain_fwd(capability, *qkv, **call))
@@ -341,7 +341,7 @@ def _explain_bwd(
     call.update(deterministic=deterministic, wanted=wanted)
     if capability == _CPU:
         _C.check_bwd(*args, **call)
-        if not _C.override_name().startswith("emulated"):
+        if not _engine.emulated():
             return _by_engine()
         return _explanation(_C.explain_bwd(0, *args, **call))
     return _explanation(_C.explain_bwd(capability, *args, **call))

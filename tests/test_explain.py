@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,16 @@ def test_command_line() -> None:
         "compiled kernels", "head_dim 128", "dropout",
     ):  # fmt: skip
         assert text in result.stdout
+
+
+def test_the_stub_lists_what_the_module_has() -> None:
+    stub = (ROOT / "flash_cuda" / "_C.pyi").read_text()
+    functions = set(re.findall(r"^def (\w+)\(", stub, re.MULTILINE))
+    assert functions == {name for name in dir(_C) if not name.startswith("_")}
+    for name, fields in (("BuildInfo", _C.build_info()), ("DeviceInfo", _C.device_info(0))):
+        block = re.search(rf"class {name}\(TypedDict\):\n((?:    .*\n)+)", stub)
+        assert block is not None
+        assert set(re.findall(r"^    (\w+):", block[1], re.MULTILINE)) == set(fields)
 
 
 def test_support_table_says_what_explain_says() -> None:

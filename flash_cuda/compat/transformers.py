@@ -29,7 +29,7 @@ def register(name: str = IMPLEMENTATION) -> None:
         name: the name that models are then loaded with; not one that contains ``flash``.
 
     Raises:
-        ValueError: the name contains ``flash``, which transformers keeps for the flash_attn package.
+        ValueError: the name contains ``flash``, which transformers keeps for flash_attn.
         ImportError: transformers is missing, or too old to register implementations with.
     """
     if "flash" in name:
