@@ -8,7 +8,7 @@ hold exactly is exact: rows without keys, rows and keys that do not count, no Na
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,8 @@ HALF_ULP = {
 }
 
 
-class Unsupported(Exception):
-    """No kernel of the backend serves the call, and it said so."""
+class Unsupported(pytest.skip.Exception):
+    """No kernel of the backend serves the call, and it said so: a test that meets it is skipped."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,16 @@ class Backend:
     def is_emulated(self) -> bool:
         return self.name.startswith("emulated")
 
-    def context(self, case: AttentionCase) -> AbstractContextManager[Any]:
+    @contextmanager
+    def context(self, case: AttentionCase) -> Iterator[None]:
         """What calls have to be wrapped in."""
-        if self.is_emulated:
-            return flash_cuda.use_kernel(self.name)
+        options = EngineOptions()
         if self.is_engine and case.tiles is not None:
             block_q, block_kv = case.tiles
-            return use_options(EngineOptions(block_q, block_kv, tile_scores=3 * block_q * block_kv))
-        return nullcontext()
+            options = EngineOptions(block_q, block_kv, tile_scores=3 * block_q * block_kv)
+        # On a GPU whatever FLASH_CUDA_KERNEL says stays in force.
+        with flash_cuda.use_kernel("" if self.name == "cuda" else self.name), use_options(options):
+            yield
 
     def call(self, case: AttentionCase, op: str, *args: Any, **kw: Any) -> Any:
         """Calls an op with memory that is NaN before it is written."""
@@ -71,7 +73,8 @@ class Backend:
             try:
                 return getattr(torch.ops.flash_cuda, op)(*args, **kw)
             except (ValueError, NotImplementedError) as error:
-                if not self.is_engine and "no kernel serves" in str(error):
+                refused = flash_cuda._C.refusal_type(str(error)) is NotImplementedError
+                if refused and not self.is_engine:
                     raise Unsupported(str(error)) from error
                 raise
 
@@ -149,7 +152,7 @@ def lse_floor(case: AttentionCase, backend: Backend, want: Tensor) -> float:
     return (5e-3 if case.dtype.startswith("float8") else 2e-4) * scale
 
 
-def run(case: AttentionCase, backend: Backend) -> None:
+def check(case: AttentionCase, backend: Backend) -> None:
     """Runs a case, forward and, if it has gradients, backward, and compares everything.
 
     Raises:
@@ -225,14 +228,6 @@ def check_gradients(
     for name, zero in (("dq", no_keys), ("dk", unseen), ("dv", unseen)):
         if wanted & BITS[name]:
             assert (got[name][zero] == 0.0).all(), f"{name} is not exactly 0 where nothing flows"
-
-
-def check(case: AttentionCase, backend: Backend) -> None:
-    """`run` for tests: what no kernel serves is skipped, with the reason."""
-    try:
-        run(case, backend)
-    except Unsupported as refusal:
-        pytest.skip(str(refusal))
 
 
 def with_cases(*groups: Iterable[AttentionCase]) -> pytest.MarkDecorator:

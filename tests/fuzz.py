@@ -21,7 +21,7 @@ if __package__ in (None, ""):  # started as a script
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.cases import AttentionCase
-from tests.check import Backend, Unsupported, run
+from tests.check import Backend, Unsupported, check
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -133,7 +133,7 @@ def fuzz(backend: Backend, seconds: float, seed: int, small: bool, most_failures
             served=not backend.is_engine,
         )  # fmt: skip
         try:
-            run(case, backend)
+            check(case, backend)
             ran += 1
         except Unsupported as refusal:
             refused[str(refusal)] += 1
@@ -159,7 +159,7 @@ def main() -> int:
     options = parser.parse_args()
     backend = Backend(options.backend)
     if options.case:
-        run(AttentionCase.from_json(options.case), backend)
+        check(AttentionCase.from_json(options.case), backend)
         print("agrees")
         return 0
     seed = int(time.time()) if options.seed is None else options.seed

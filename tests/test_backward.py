@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from .cases import AttentionCase, build, each, grid
-from .check import BITS, FORWARD_ONLY, Backend, Unsupported, check, with_cases
+from .check import BITS, FORWARD_ONLY, Backend, check, with_cases
 from .test_forward import ALL_DTYPES, EMPTY, HEAD_DIMS, LENGTHS
 
 GRADS = AttentionCase(grads=True)
@@ -139,17 +139,14 @@ def test_deterministic_gives_equal_bits(case: AttentionCase, backend: Backend) -
     kw = {n: x for n, x in inputs.kw.items() if n not in FORWARD_ONLY}
     q, k, v = (kw.pop(n) for n in "qkv")
     wanted = 7 + (BITS["dbias"] if case.bias else 0)
-    try:
-        out, lse = backend.call(case, "fwd", **inputs.kw)
-        runs = [
-            backend.call(
-                case, "bwd", inputs.dout, None, q, k, v, out, lse,
-                deterministic=True, wanted=wanted, **kw,
-            )
-            for _ in range(3)
-        ]  # fmt: skip
-    except Unsupported as refusal:
-        pytest.skip(str(refusal))
+    out, lse = backend.call(case, "fwd", **inputs.kw)
+    runs = [
+        backend.call(
+            case, "bwd", inputs.dout, None, q, k, v, out, lse,
+            deterministic=True, wanted=wanted, **kw,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
     for other in runs[1:]:
         for name, a, b in zip(BITS, runs[0], other, strict=True):
             assert torch.equal(a, b), f"{name} differs between two equal calls"

@@ -22,7 +22,7 @@ from flash_cuda.reference.mask import Mask
 
 from . import oracle
 from .cases import AttentionCase, build, grid
-from .check import Backend, run
+from .check import Backend, check
 
 ENGINE = Backend("cpu")
 
@@ -135,7 +135,7 @@ def test_any_tile_size(block_q: int, block_kv: int, seed: int) -> None:
         head_dim=8, window_left=15, window_right=2, sink=True, softcap=3.0, alibi="head",
         dropout_p=0.2, grads=True, dlse=True, seed=seed, tiles=(block_q, block_kv),
     )  # fmt: skip
-    run(case, ENGINE)
+    check(case, ENGINE)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .check import Backend, run
+from .check import Backend, check
 from .fuzz import draw_case
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "float8_e4m3fn")
@@ -20,4 +20,4 @@ def test_any_legal_call(data: st.DataObject) -> None:
         small=True,
         seed=data.draw(st.integers(0, 1000)),
     )
-    run(case, Backend("cpu"))
+    check(case, Backend("cpu"))
