@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from . import table
-from .backends import Backend, all_backends
+from .backend import Backend
+from .backends import all_backends
 from .cases import PASSES, Suite, load_suites
 from .progress import Progress
 from .runner import Settings, run_suites

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cost, derived, machine, reference
-from .backends import Backend, first_line
+from .backend import Backend, first_line
 from .cases import Case, Suite
 from .inputs import Inputs, make_inputs, sets_needed
 from .timing import (

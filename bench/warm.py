@@ -93,7 +93,8 @@ def warm_up(
 
 def main(argv: list[str] | None = None) -> int:
     """One worker."""
-    from .backends import all_backends, first_line
+    from .backend import first_line
+    from .backends import all_backends
     from .inputs import make_inputs
     from .run import add_sites, select_cases
     from .runner import run_once

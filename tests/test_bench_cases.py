@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bench import cost, warm
-from bench.backends import Abilities, Backend, all_backends
+from bench.backend import Abilities, Backend
+from bench.backends import all_backends
 from bench.cases import Case, expand, load_suites, load_toml, make_case, short
 from bench.derived import load_peers
 from bench.warm import distinct
@@ -190,7 +191,7 @@ def test_refusals_follow_from_abilities(
 def test_peers_say_no_where_they_must() -> None:
     known = all_backends()
     window = case_of(causal=True, window_left=3)
-    for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_math", "torch_varlen"):
+    for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_math"):
         assert known[name].refuses(window)
     train = SUITES["train"].cases[0]
     for name in ("sdpa_cudnn", "sdpa_flash", "fa2", "fa4", "flex", "flash_cuda"):

@@ -12,7 +12,7 @@ import torch
 
 import bench.runner
 from bench import machine, table
-from bench.backends import Abilities, Backend, Forward
+from bench.backend import Abilities, Backend, Forward
 from bench.cases import Case, Suite, make_case
 from bench.inputs import Inputs, make_inputs
 from bench.machine import Ceiling

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bench import machine, reference
-from bench.backends import Abilities, Backend, Forward, all_backends
+from bench.backend import Abilities, Backend, Forward
+from bench.backends import all_backends
 from bench.cases import Case, Suite, make_case
 from bench.inputs import Inputs, make_inputs, sets_needed
 from bench.machine import Ceiling
