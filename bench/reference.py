@@ -73,6 +73,13 @@ def hidden(
     return mask
 
 
+def slice_bytes(like: Tensor) -> int:
+    """How large one temporary tensor may be."""
+    if not like.is_cuda:
+        return SLICE_BYTES["cpu"]
+    return min(SLICE_BYTES["cuda"], torch.cuda.mem_get_info(like.device)[0] // 12)
+
+
 def attend(
     case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
@@ -81,9 +88,7 @@ def attend(
     seqlen_kv, scale = k.shape[1], 1 / math.sqrt(head_dim)
     out = torch.empty(heads, seqlen_q, v.shape[2], device=q.device, dtype=q.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    limit = SLICE_BYTES["cuda" if q.is_cuda else "cpu"]
-    if q.is_cuda:
-        limit = min(limit, torch.cuda.mem_get_info(q.device)[0] // 12)
+    limit = slice_bytes(q)
     rows = max(1, limit // (heads * max(1, seqlen_kv) * q.element_size()))
     for begin in range(0, seqlen_q, rows):
         end = min(begin + rows, seqlen_q)
@@ -112,10 +117,29 @@ def attend(
     return out, (dq, dk, dv) if dout is not None else None
 
 
+def attend_heads(
+    group: int, case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
+) -> list[Tensor]:
+    """[out], or [out, dq, dk, dv], of one group; `group` query heads share a kv head."""
+    exact = torch.float32 if q.is_cuda else torch.float64
+    one_head = 2 * group * k.shape[1] * max(k.shape[2], v.shape[2]) * exact.itemsize
+    step = max(1, slice_bytes(q) // max(1, one_head))
+    parts = []
+    for i in range(0, k.shape[0], step):
+        mine, ours = slice(i * group, (i + step) * group), slice(i, i + step)
+        keys, values = (t[ours].to(exact).repeat_interleave(group, 0) for t in (k, v))
+        grad = None if dout is None else dout[mine].to(exact)
+        out, gradients = attend(case, q[mine].to(exact), keys, values, grad)
+        if gradients is None:
+            parts.append([out])
+            continue
+        dk, dv = (t.unflatten(0, (-1, group)).sum(1) for t in gradients[1:])
+        parts.append([out, gradients[0], dk, dv])
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
 def compute(case: Case, inputs: Inputs, backward: bool) -> Reference:
     """The reference of one set of inputs."""
-    exact = torch.float32 if inputs.q.is_cuda else torch.float64
-    group = case.heads // case.kv_heads
     if case.kind == "decode":
         groups = cache_groups(case, inputs)
     else:
@@ -123,19 +147,13 @@ def compute(case: Case, inputs: Inputs, backward: bool) -> Reference:
     douts: list[Tensor | None] = [None] * len(groups)
     if backward and inputs.dout is not None:
         douts = list(heads_first(case, inputs.dout))
-    outs: list[Tensor] = []
-    grads: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    for (q, k, v), dout in zip(groups, douts, strict=True):
-        q, k, v = (t.to(exact) for t in (q, k, v))
-        k, v = (t.repeat_interleave(group, 0) if group > 1 else t for t in (k, v))
-        out, gradients = attend(case, q, k, v, None if dout is None else dout.to(exact))
-        outs.append(out)
-        if gradients is not None:
-            dq, dk, dv = gradients
-            grads[0].append(dq)
-            grads[1].append(dk.unflatten(0, (-1, group)).sum(1))
-            grads[2].append(dv.unflatten(0, (-1, group)).sum(1))
-    return Reference(outs, grads if backward else None)
+    group = case.heads // case.kv_heads
+    found = [
+        attend_heads(group, case, *tensors, dout)
+        for tensors, dout in zip(groups, douts, strict=True)
+    ]
+    out, *grads = (list(results) for results in zip(*found, strict=True))
+    return Reference(out, (grads[0], grads[1], grads[2]) if backward else None)
 
 
 def worst_error(case: Case, got: Tensor, expected: list[Tensor]) -> float:

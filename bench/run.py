@@ -152,6 +152,13 @@ def show_list(device: torch.device) -> None:
         print(f"  {name:18} {'absent: ' + reason if reason else backend.version()}")
 
 
+def to_json(report: dict[str, Any]) -> str:
+    """JSON with a line for each result, so that committed reports stay readable."""
+    rest = json.dumps(report | {"results": []}, indent=1)
+    lines = ",\n".join("  " + json.dumps(entry) for entry in report["results"])
+    return rest.replace('"results": []', f'"results": [\n{lines}\n ]') + "\n"
+
+
 def write_outputs(report: dict[str, Any], args: argparse.Namespace) -> None:
     """JSON, charts, page."""
     targets = [args.json] if args.json else []
@@ -160,7 +167,7 @@ def write_outputs(report: dict[str, Any], args: argparse.Namespace) -> None:
         targets.append(RESULTS / facts["card"] / f"{facts['date']}.json")
     for path in targets:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(to_json(report))
         print(f"report: {path}")
     if args.plot or args.html:
         from . import html, plot

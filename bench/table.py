@@ -23,7 +23,7 @@ def rows_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     columns = ours + [n for n in seen if n not in ours]
     header = ["case", "pass", *columns]
     if ours:
-        header += ["ratio", "best peer", "ceiling", "spread", "host us"]
+        header += ["ratio", "best peer", "ceiling", "spread", "host us", "MiB"]
     rows = []
     order = dict.fromkeys((e["key"], e["pass"]) for e in report["results"])
     for key, name in order:
@@ -53,9 +53,9 @@ def rate_text(case: dict[str, Any], entry: dict[str, Any]) -> str:
 
 
 def our_columns(ours: list[dict[str, Any]]) -> list[str]:
-    """Of the fastest of our paths: ratio, whom to, share of the ceiling, spread, host time."""
+    """Of the fastest of our paths: ratio, whom to, share of the ceiling, spread, host time, memory."""
     if not ours:
-        return [""] * 5
+        return [""] * 6
     best = min(ours, key=lambda entry: entry["ms"])
     ratio = f"{best['ratio']:.2f}" if "ratio" in best else ""
     if "ratio" in best.get("soak", {}):
@@ -67,6 +67,7 @@ def our_columns(ours: list[dict[str, Any]]) -> list[str]:
         share,
         f"{100 * best['spread']:.1f}%",
         f"{best['host_us']:.0f}" if "host_us" in best else "",
+        f"{best['peak_bytes'] / 2**20:.0f}" if best.get("peak_bytes") else "",
     ]
 
 
@@ -97,7 +98,9 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     units = "TFLOP/s (G: GFLOP/s), decode TB/s of K and V"
     if report["settings"]["soak_seconds"]:
         units += "; single calls / heat-soaked"
-    notes.append(f"{units}; ratio: our speed over the best peer's; {report['seconds']} s in all")
+    notes.append(
+        f"{units}; ratio: our speed over the best peer's; MiB: peak beyond inputs; {report['seconds']} s in all"
+    )
     telemetry = [e["telemetry"] for e in report["results"] if e.get("telemetry")]
     if telemetry:
         spans = {

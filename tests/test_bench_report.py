@@ -355,6 +355,15 @@ def test_without_a_gpu_the_cpu_suite_runs(
     assert {e["status"] for e in report["results"]} == {"ok"}
 
 
+def test_json_has_a_line_a_result() -> None:
+    report = report_of(["smoke"])
+    text = run.to_json(report)
+    assert json.loads(text) == report
+    assert sum('"label"' in line for line in text.split("\n")) == len(report["results"])
+    report["results"] = []
+    assert json.loads(run.to_json(report)) == report
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
