@@ -20,6 +20,9 @@ clang_format = PATH="$(dir $(py)):$$PATH" clang-format
 CPP_FILES = $(shell git ls-files 'csrc/*' 'tests/cpp/*' 'emulator/*' \
 	| grep -E '\.(h|cuh|cu|cpp)$$' | grep -vE '_gen\.h$$')
 
+# A file of tests stays in one process; the engine is set to one thread there.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help run test build bench lint format lint-python lint-cpp lint-layers build-report clean
 
@@ -32,7 +35,6 @@ run: $(STAMPS)-bench build  ## train a small GPT on flash_cuda, then a short ben
 
 test: $(STAMPS)-test build  ## every test that this machine can run
 	$(py) -m pytest $(PYTEST_ARGS)
-	$(py) tests/public_reports/cases.py --run flash_cuda --device cpu --isolate
 
 bench: $(STAMPS)-bench build  ## the benchmark; BENCH_ARGS="--suite train --json out.json"
 	$(py) -m bench.run $(BENCH_ARGS)
