@@ -39,7 +39,8 @@ def rows_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         if ours:
             row += our_columns([cell[n] for n in ours if n in cell])
         rows.append(row)
-    return header, rows
+    kept = [i for i in range(len(header)) if i < 2 or any(row[i] for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def rate_text(case: dict[str, Any], entry: dict[str, Any]) -> str:
@@ -53,7 +54,7 @@ def rate_text(case: dict[str, Any], entry: dict[str, Any]) -> str:
 
 
 def our_columns(ours: list[dict[str, Any]]) -> list[str]:
-    """Of the fastest of our paths: ratio, whom to, share of the ceiling, spread, host time, memory."""
+    """Of the fastest of our paths: ratio, to whom, ceiling share, spread, host time, memory."""
     if not ours:
         return [""] * 6
     best = min(ours, key=lambda entry: entry["ms"])
@@ -71,18 +72,23 @@ def our_columns(ours: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def widths(header: list[str], rows: list[list[str]]) -> list[int]:
+    """Columns of text that each column needs."""
+    return [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+
 def plain(header: list[str], rows: list[list[str]]) -> str:
     """A table of fixed columns; the first two are text."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    sizes = widths(header, rows)
 
     def line(row: list[str]) -> str:
         fields = [
             text.ljust(width) if i < 2 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+            for i, (text, width) in enumerate(zip(row, sizes, strict=True))
         ]
         return "  ".join(fields).rstrip()
 
-    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, rows)])
+    return "\n".join([line(header), "  ".join("-" * size for size in sizes), *map(line, rows)])
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
@@ -99,7 +105,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     if report["settings"]["soak_seconds"]:
         units += "; single calls / heat-soaked"
     notes.append(
-        f"{units}; ratio: our speed over the best peer's; MiB: peak beyond inputs; {report['seconds']} s in all"
+        f"{units}; ratio: our speed over the best peer's; MiB: peak beyond inputs; "
+        f"{report['seconds']} s in all"
     )
     telemetry = [e["telemetry"] for e in report["results"] if e.get("telemetry")]
     if telemetry:
@@ -136,22 +143,26 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 def show(report: dict[str, Any]) -> None:
     """Prints the table and the notes."""
     header, rows = rows_of(report)
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            table = Table(header_style="bold")
-            for i, text in enumerate(header):
-                table.add_column(text, justify="left" if i < 2 else "right", no_wrap=True)
-            for row in rows:
-                table.add_row(*row)
-            console = Console()
-            console.print(table)
-            for note in notes_of(report):
-                console.print(note, markup=False, highlight=False)
-            return
-    print(plain(header, rows))
+    if not (sys.stdout.isatty() and show_rich(header, rows)):
+        print(plain(header, rows))
     print("\n".join(notes_of(report)))
+
+
+def show_rich(header: list[str], rows: list[list[str]]) -> bool:
+    """Prints the table by rich; False if rich is absent or the terminal too narrow for it."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table(header_style="bold")
+    for i, text in enumerate(header):
+        table.add_column(text, justify="left" if i < 2 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    frame = 3 * len(header) + 1
+    if sum(widths(header, rows)) + frame > console.width:
+        return False
+    console.print(table)
+    return True
