@@ -33,7 +33,7 @@ run: $(STAMPS)-bench build  ## train a small GPT on flash_cuda, then a short ben
 	$(py) examples/train_gpt.py
 	$(py) -m bench.run --suite smoke,cpu
 
-test: $(STAMPS)-test build  ## every test that this machine can run
+test: $(STAMPS)-test $(STAMPS)-bench build  ## every test that this machine can run
 	$(py) -m pytest $(PYTEST_ARGS)
 
 bench: $(STAMPS)-bench build  ## the benchmark; BENCH_ARGS="--suite train --json out.json"
