@@ -25,7 +25,7 @@ from .cases import AttentionCase, Inputs, build
 BITS = {"dq": 1, "dk": 2, "dv": 4, "dbias": 8, "dsink": 16}
 # Options of fwd that bwd does not have: they change how the forward is done, not what it means.
 FORWARD_ONLY = frozenset(("num_splits", "split_size", "pack_gqa"))
-# Half a unit in the last place of 1.0; float32 sums in another order, float64 is its own oracle.
+# Half a unit in the last place of 1.0; float32 and float64 see `floor_of`.
 HALF_ULP = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -139,6 +139,17 @@ def assert_near(
         )
 
 
+def floor_of(dtype: torch.dtype, score: Tensor) -> float:
+    """Allowed relative to the largest value, beside twice the error of the yardstick.
+
+    In float32 sums run in another order, and a score that is off in its last place moves P by
+    that much: score * 2^-23 of it. Behind 16-bit rounding neither shows.
+    """
+    if dtype == torch.float32:
+        return max(HALF_ULP[dtype], 2.0**-23 * float(score))
+    return HALF_ULP[dtype]
+
+
 def lse_floor(case: AttentionCase, backend: Backend, want: Tensor) -> float:
     """lse is float32 whatever the inputs are, so wrong masks show even where out is coarse.
 
@@ -169,7 +180,7 @@ def check(case: AttentionCase, backend: Backend) -> None:
     assert out.dtype == out_dtype, f"out is {out.dtype}"
     assert lse.dtype == wide, f"lse is {lse.dtype}"
     assert_near("lse", lse, want["lse"], near["lse"], lse_floor(case, backend, want["lse"]))
-    assert_near("out", out, want["out"], near["out"], HALF_ULP[out_dtype])
+    assert_near("out", out, want["out"], near["out"], floor_of(out_dtype, want["score"]))
     empty = (want["out"] == 0.0).all(-1)
     assert (out[empty] == 0.0).all(), "out is not exactly 0 in rows without keys"
     if case.grads:
@@ -222,7 +233,8 @@ def check_gradients(
             dtype = torch.float64 if case.dtype == "float64" else torch.float32
         assert got[name].dtype == dtype, f"{name} is {got[name].dtype}"
         least = cancellation(case, inputs, want, name)
-        assert_near(name, got[name], want[name], near[name], HALF_ULP[dtype], least)
+        floor = floor_of(dtype, want["score"])
+        assert_near(name, got[name], want[name], near[name], floor, least)
     no_keys = (want["lse"] == -torch.inf).transpose(-1, -2)
     unseen = (want["dk"] == 0.0).all(-1) & (want["dv"] == 0.0).all(-1)
     for name, zero in (("dq", no_keys), ("dk", unseen), ("dv", unseen)):

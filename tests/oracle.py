@@ -128,8 +128,8 @@ def sequence(
         precision: see Precision.
 
     Returns:
-        out (rows, heads, head_dim_v), lse (heads, rows), and dq, dk, dv like q, k, v; dbias
-        (heads, rows, keys), dsink (heads,), and their spreads, see `solve`.
+        out (rows, heads, head_dim_v), lse (heads, rows), score (see `solve`), and dq, dk, dv like
+        q, k, v; dbias (heads, rows, keys), dsink (heads,), and their spreads, see `solve`.
     """
     rd = precision.round
     heads, rows, keys = q.shape[1], q.shape[0], k.shape[0]
@@ -137,6 +137,7 @@ def sequence(
     if qv is not None:
         s = s + torch.einsum("ihd,jhd->hij", qv, v)
     s = s * scale
+    score = s[:, seen].abs().amax() if seen.any() else s.new_zeros(())
     t = torch.tanh(s / softcap) if softcap > 0 else None
     if t is not None:
         s = softcap * t
@@ -154,7 +155,7 @@ def sequence(
     factor = torch.ones_like(p) if keep is None else keep.to(p.dtype) / (1.0 - dropout_p)
     p_used = precision.round_p(p * factor) if keys else p
     out = rd(torch.einsum("hij,jhd->ihd", p_used, v))
-    result = {"out": out, "lse": lse}
+    result = {"out": out, "lse": lse, "score": score}
     if dout is None:
         return result
     delta = (dout * out).sum(-1).transpose(0, 1)
@@ -317,9 +318,10 @@ def solve(
         precision: see Precision.
 
     Returns:
-        out and lse, and with dout also dq, dk, dv, dbias and dsink (where there is a bias, a
-        sink), whole: rows that do not count are 0, their lse -inf. dsink and dbias are sums of
-        terms of both signs; dsink_spread and dbias_spread bound the squares of their errors.
+        out and lse, score (the largest |scale * q.k| that counts), and with dout also dq, dk, dv,
+        dbias and dsink (where there is a bias, a sink), whole: rows that do not count are 0, their
+        lse -inf. dsink and dbias are sums of terms of both signs; dsink_spread and dbias_spread
+        bound the squares of their errors.
     """
     call = _Call(kw, precision)
     dtype, q = precision.compute, call.q
@@ -330,6 +332,7 @@ def solve(
         return torch.zeros(shape, dtype=dtype, device=q.device)
 
     result = {"out": zeros(*q.shape[:-1], call.v.shape[-1]), "lse": zeros(*lse_shape) - INF}
+    result["score"] = zeros()
     if dout is not None:
         result.update(dq=zeros(*q.shape), dk=zeros(*call.k.shape), dv=zeros(*call.v.shape))
         if bias is not None:
@@ -351,6 +354,7 @@ def solve(
         )
         call.query_rows(result["out"], b)[:] = one["out"]
         call.lse_rows(result["lse"], b)[:] = one["lse"]
+        result["score"] = torch.maximum(result["score"], one["score"])
         if dout is None:
             continue
         call.query_rows(result["dq"], b)[:] = precision.round(one["dq"])
