@@ -37,17 +37,18 @@ struct BwdTileShape {
 // clang-format off
 template <int kHeadDim, int kHeadDimV, bool kLarge, Variant> struct BwdTile;
 //                                                                                    d   dv   q   kv split st dq blocks
-template <bool kLarge, Variant v> struct BwdTile<32, 32, kLarge, v>   : BwdTileShape< 32,  32, 64, 128, 1, 2, 4, 1> {};
-template <bool kLarge, Variant v> struct BwdTile<64, 64, kLarge, v>   : BwdTileShape< 64,  64, 64, 128, 1, 2, 2, 1> {};
-template <Variant v> struct BwdTile<96, 96, true, v>                  : BwdTileShape< 96,  96, 64, 128, 1, 2, 4, 1> {};
-template <Variant v> struct BwdTile<96, 96, false, v>                 : BwdTileShape< 96,  96, 64, 128, 1, 1, 4, 1> {};
-template <Variant v> struct BwdTile<128, 128, true, v>                : BwdTileShape<128, 128, 64, 128, 1, 2, 2, 1> {};
-template <Variant v> struct BwdTile<128, 128, false, v>               : BwdTileShape<128, 128, 32, 128, 1, 1, 2, 1> {};
-template <Variant v> struct BwdTile<192, 128, true, v>                : BwdTileShape<192, 128, 64,  64, 2, 2, 2, 1> {};
+template <bool kLarge, Variant v> struct BwdTile<32, 32, kLarge, v>   : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 3> {};
+template <bool kLarge> struct BwdTile<32, 32, kLarge, Variant::kGeneral>    : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 2> {};
+template <bool kLarge, Variant v> struct BwdTile<64, 64, kLarge, v>   : BwdTileShape< 64,  64, 64,  64, 1, 2, 2, 3> {};
+template <bool kLarge> struct BwdTile<64, 64, kLarge, Variant::kGeneral>    : BwdTileShape< 64,  64, 64,  64, 1, 2, 2, 2> {};
+template <bool kLarge, Variant v> struct BwdTile<96, 96, kLarge, v>   : BwdTileShape< 96,  96, 64,  64, 1, 1, 2, 2> {};
+template <bool kLarge, Variant v> struct BwdTile<128, 128, kLarge, v> : BwdTileShape<128, 128, 64,  64, 1, 1, 2, 2> {};
+template <bool kLarge> struct BwdTile<128, 128, kLarge, Variant::kGeneral>  : BwdTileShape<128, 128, 32,  64, 1, 1, 2, 2> {};
+template <Variant v> struct BwdTile<192, 128, true, v>                : BwdTileShape<192, 128, 32,  64, 2, 2, 2, 1> {};
 template <Variant v> struct BwdTile<192, 128, false, v>               : BwdTileShape<192, 128, 32,  64, 2, 1, 2, 1> {};
-template <Variant v> struct BwdTile<192, 192, true, v>                : BwdTileShape<192, 192, 64,  64, 2, 2, 2, 1> {};
+template <Variant v> struct BwdTile<192, 192, true, v>                : BwdTileShape<192, 192, 32,  64, 2, 2, 2, 1> {};
 template <Variant v> struct BwdTile<192, 192, false, v>               : BwdTileShape<192, 192, 32,  64, 2, 1, 2, 1> {};
-template <Variant v> struct BwdTile<256, 256, true, v>                : BwdTileShape<256, 256, 64,  64, 2, 1, 2, 1> {};
+template <Variant v> struct BwdTile<256, 256, true, v>                : BwdTileShape<256, 256, 32,  64, 2, 2, 2, 1> {};
 template <Variant v> struct BwdTile<256, 256, false, v>               : BwdTileShape<256, 256, 32,  32, 2, 1, 2, 1> {};
 // clang-format on
 

@@ -30,24 +30,27 @@ void launch_fwd_tile(const FwdParams& p, cudaStream_t stream) {
                 stream, p, schedule);
 }
 
+template <DType kDType, int kHeadDim, int kHeadDimV, Variant kVariant>
+void launch_fwd_variant(const FwdParams& p, cudaStream_t stream) {
+  using Large = FwdTile<kHeadDim, kHeadDimV, true, kVariant>;
+  using Small = FwdTile<kHeadDim, kHeadDimV, false, kVariant>;
+  if constexpr (Large::kSmemBytes > Small::kSmemBytes) {
+    if (p.max_smem_per_block < kLargeSmem) {
+      return launch_fwd_tile<Small, kDType, kVariant>(p, stream);
+    }
+  }
+  launch_fwd_tile<Large, kDType, kVariant>(p, stream);
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, cudaStream_t stream) {
   FwdParams p = params;
   p.unaligned = is_unaligned(p);
-  const auto launch = [&](auto tile) {
-    using Tile = decltype(tile);
-    if (is_plain(p)) {
-      launch_fwd_tile<Tile, kDType, Variant::kPlain>(p, stream);
-    } else {
-      launch_fwd_tile<Tile, kDType, Variant::kGeneral>(p, stream);
-    }
-  };
-  using Large = FwdTile<kHeadDim, kHeadDimV, true>;
-  using Small = FwdTile<kHeadDim, kHeadDimV, false>;
-  if constexpr (Large::kSmemBytes > Small::kSmemBytes) {
-    if (p.max_smem_per_block < kLargeSmem) return launch(Small{});
+  if (is_plain(p)) {
+    launch_fwd_variant<kDType, kHeadDim, kHeadDimV, Variant::kPlain>(p, stream);
+  } else {
+    launch_fwd_variant<kDType, kHeadDim, kHeadDimV, Variant::kGeneral>(p, stream);
   }
-  launch(Large{});
 }
 
 }  // namespace flash_cuda::sm80

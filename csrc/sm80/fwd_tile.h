@@ -30,18 +30,22 @@ struct FwdTileShape {
 };
 
 // clang-format off
-template <int kHeadDim, int kHeadDimV, bool kLarge> struct FwdTile;
-//                                                                   d   dv    q  kv  w  Qreg   blocks
-template <bool kLarge> struct FwdTile<32, 32, kLarge>   : FwdTileShape< 32,  32, 128, 64, 4, true,  3> {};
-template <bool kLarge> struct FwdTile<64, 64, kLarge>   : FwdTileShape< 64,  64, 128, 64, 4, true,  2> {};
-template <bool kLarge> struct FwdTile<96, 96, kLarge>   : FwdTileShape< 96,  96, 128, 64, 4, false, 2> {};
-template <bool kLarge> struct FwdTile<128, 128, kLarge> : FwdTileShape<128, 128, 128, 64, 4, false, 2> {};
-template <> struct FwdTile<192, 128, true>              : FwdTileShape<192, 128, 128, 64, 8, false, 1> {};
-template <> struct FwdTile<192, 128, false>             : FwdTileShape<192, 128,  64, 64, 4, false, 1> {};
-template <> struct FwdTile<192, 192, true>              : FwdTileShape<192, 192, 128, 64, 8, false, 1> {};
-template <> struct FwdTile<192, 192, false>             : FwdTileShape<192, 192,  64, 64, 4, false, 1> {};
-template <> struct FwdTile<256, 256, true>              : FwdTileShape<256, 256, 128, 64, 8, false, 1> {};
-template <> struct FwdTile<256, 256, false>             : FwdTileShape<256, 256,  64, 32, 4, false, 1> {};
+template <int kHeadDim, int kHeadDimV, bool kLarge, Variant> struct FwdTile;
+//                                                                                   d   dv    q  kv  w  Qreg  blocks
+template <bool kLarge> struct FwdTile<32, 32, kLarge, Variant::kPlain>     : FwdTileShape< 32,  32, 128, 64, 4, false, 3> {};
+template <bool kLarge> struct FwdTile<32, 32, kLarge, Variant::kGeneral>   : FwdTileShape< 32,  32, 128, 64, 4, false, 2> {};
+template <bool kLarge> struct FwdTile<64, 64, kLarge, Variant::kPlain>     : FwdTileShape< 64,  64, 128, 64, 4, false, 3> {};
+template <bool kLarge> struct FwdTile<64, 64, kLarge, Variant::kGeneral>   : FwdTileShape< 64,  64, 128, 64, 4, false, 2> {};
+template <bool kLarge> struct FwdTile<96, 96, kLarge, Variant::kPlain>     : FwdTileShape< 96,  96, 128, 64, 4, false, 2> {};
+template <bool kLarge> struct FwdTile<96, 96, kLarge, Variant::kGeneral>   : FwdTileShape< 96,  96,  64, 64, 4, false, 2> {};
+template <bool kLarge> struct FwdTile<128, 128, kLarge, Variant::kPlain>   : FwdTileShape<128, 128, 128, 64, 4, false, 2> {};
+template <bool kLarge> struct FwdTile<128, 128, kLarge, Variant::kGeneral> : FwdTileShape<128, 128,  64, 64, 4, false, 2> {};
+template <Variant v> struct FwdTile<192, 128, true, v>                     : FwdTileShape<192, 128, 128, 64, 8, false, 1> {};
+template <Variant v> struct FwdTile<192, 128, false, v>                    : FwdTileShape<192, 128,  64, 64, 4, false, 1> {};
+template <Variant v> struct FwdTile<192, 192, true, v>                     : FwdTileShape<192, 192, 128, 64, 8, false, 1> {};
+template <Variant v> struct FwdTile<192, 192, false, v>                    : FwdTileShape<192, 192,  64, 64, 4, false, 1> {};
+template <Variant v> struct FwdTile<256, 256, true, v>                     : FwdTileShape<256, 256, 128, 64, 8, false, 1> {};
+template <Variant v> struct FwdTile<256, 256, false, v>                    : FwdTileShape<256, 256,  64, 32, 4, false, 1> {};
 // clang-format on
 
 }  // namespace flash_cuda::sm80

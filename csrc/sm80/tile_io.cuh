@@ -1,6 +1,9 @@
 // Rows of a 16-bit tensor from global to swizzled shared memory, and mma operands from there.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "common/fragment.cuh"
 #include "common/swizzle.cuh"
 #include "ptx/convert.h"
@@ -53,6 +56,13 @@ __device__ __noinline__ void load_rows_unaligned(uint32_t smem, int rows_valid, 
   }
 }
 
+// Calls body(integral_constant<int, i>) for every i. Unlike an unrolled loop, whose length the
+// compiler may find too much, this never leaves an index of registers to run time.
+template <class Body, int... kIndex>
+__device__ __forceinline__ void for_each_index(std::integer_sequence<int, kIndex...>, Body body) {
+  (body(std::integral_constant<int, kIndex>{}), ...);
+}
+
 // acc += A B for one warp. A: kTilesM tiles of 16 rows, given as registers by load_a(k, a);
 // B: kSteps x 16 deep, kWidthN wide, given in pairs of 8-column tiles by load_b(k, n, b). The
 // operands of the next step are fetched before the products of this one.
@@ -63,11 +73,10 @@ __device__ __forceinline__ void warp_gemm(MmaFragment<kWidthN> (&acc)[kTilesM], 
   uint32_t a[2][kTilesM][4], b[2][4];
   load_a(0, a[0]);
   load_b(0, 0, b[0]);
-#pragma unroll
-  for (int step = 0; step < kTotal; ++step) {
-    const int k = step / kPairsN, n = step % kPairsN;
-    if (step + 1 < kTotal) {
-      if (n + 1 == kPairsN) load_a(k + 1, a[(k + 1) % 2]);
+  for_each_index(std::make_integer_sequence<int, kTotal>{}, [&](auto index) {
+    constexpr int step = decltype(index)::value, k = step / kPairsN, n = step % kPairsN;
+    if constexpr (step + 1 < kTotal) {
+      if constexpr (n + 1 == kPairsN) load_a(k + 1, a[(k + 1) % 2]);
       load_b((step + 1) / kPairsN, (step + 1) % kPairsN, b[(step + 1) % 2]);
     }
 #pragma unroll
@@ -75,7 +84,7 @@ __device__ __forceinline__ void warp_gemm(MmaFragment<kWidthN> (&acc)[kTilesM], 
       ptx::mma_m16n8k16<kDType>(acc[m].acc[2 * n], a[k % 2][m], b[step % 2][0], b[step % 2][1]);
       ptx::mma_m16n8k16<kDType>(acc[m].acc[2 * n + 1], a[k % 2][m], b[step % 2][2], b[step % 2][3]);
     }
-  }
+  });
 }
 
 // B operand from rows that run along k (Q K^T): tile n pairs share the addresses of an A operand.
