@@ -60,22 +60,28 @@ def make(venv: Path, torch: list[str]) -> None:
     check_prerequisites()
     python = venv / "bin/python"
     if not python.exists():
-        own = [Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib")]
-        base_torch = find_torch([*own, *map(Path, filter(None, sys.path))])
-        say(
-            f"creating {venv}"
-            + (f", with torch {base_torch.version} of {sys.executable}" if base_torch else "")
-        )
-        options = ["--system-site-packages"] if base_torch else []
-        done = subprocess.run([sys.executable, "-m", "venv", *options, str(venv)])
-        if done.returncode != 0:
-            raise BuildError(f"{venv} could not be created; the reason is above")
+        create(venv)
     found = find_torch(site_of(python))
     if found:
-        say(f"torch {found.version} is there and kept")
+        say(f"torch {found.version} in {found.include.parent} is kept")
     else:
         pip_install(python, torch, f"{torch[0]} (TORCH=... chooses another)")
     pip_install(python, ["setuptools>=70.1"], "setuptools")
+
+
+def create(venv: Path) -> None:
+    """Creates the environment; the packages around it are visible if torch is among them."""
+    outer = find_torch([Path(sysconfig.get_paths()["purelib"]), *map(Path, sys.path)])
+    inside_another = sys.prefix != sys.base_prefix
+    options = ["--system-site-packages"] if outer and not inside_another else []
+    say(f"creating {venv}")
+    done = subprocess.run([sys.executable, "-m", "venv", *options, str(venv)])
+    if done.returncode != 0:
+        raise BuildError(f"{venv} could not be created; the reason is above")
+    if outer and inside_another:
+        # --system-site-packages would show what is around the other environment, not in it.
+        site = Path(site_of(venv / "bin/python")[-1])
+        (site / "outer_environment.pth").write_text(f"{outer.include.parents[1]}\n")
 
 
 def main() -> None:
