@@ -386,7 +386,8 @@ def _traced_forward(
         tensors.update({n: _autocast(tensors.get(n), dtype) for n in _CAST_BY_AUTOCAST})
         q, k, v = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
         options = {n: value for n, value in tensors.items() if value is not None}
-    return _apply(_plain_apply, q, k, v, options, deterministic)
+    # Dynamo does not take the same tensor twice; as k and v may be one, views stand in.
+    return _apply(_plain_apply, q, k.view_as(k), v.view_as(v), options, deterministic)
 
 
 # ---- registration --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_cuda
+from flash_cuda.flash_attn import _attend_padded
 from flash_cuda.rotary import apply_rotary
 
 OPS = torch.ops.flash_cuda
@@ -357,6 +358,22 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
     q, k, v = qkv()
     strided = q.mT.contiguous().mT
     same(flash_cuda.flash_attn_func(strided, k, v), flash_cuda.attention(q, k, v))
+
+
+def test_padding_of_head_sizes_changes_nothing() -> None:
+    """What CUDA tensors of odd head sizes go through."""
+    q, k, v = (
+        t.requires_grad_() for t in (rand(B, S, H, 20), rand(B, T, HK, 20), rand(B, T, HK, 11))
+    )
+    call = {"causal": True, "window": (None, None), "softcap": 3.0}
+    padded = _attend_padded(q, k, v, False, **call)
+    want = flash_cuda.attention(q, k, v, return_lse=True, **call)
+    same(padded, want)
+    dout = rand(B, S, H, 11)
+    same(
+        torch.autograd.grad(padded[0], [q, k, v], dout),
+        torch.autograd.grad(want[0], [q, k, v], dout),
+    )
 
 
 def test_varlen_with_pages() -> None:

@@ -106,6 +106,14 @@ def test_deterministic_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch) -> 
         seen.clear()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_tensor_in_three_places(deterministic: bool) -> None:
+    def call(x: Tensor) -> Tensor:
+        return flash_cuda.attention(x, x, x, deterministic=deterministic)
+
+    check(call, (rand(2, 8, 4, 16),))
+
+
 def test_packed() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         out = flash_cuda.flash_attn_varlen_func(
