@@ -147,7 +147,7 @@ def test_only_folders_with_kernels_are_built(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "gib", "expected"), [(8, 64.0, 8), (64, 16.0, 10), (8, 2.0, 1), (1, 0.5, 1)]
+    ("cores", "gib", "expected"), [(8, 64.0, 8), (64, 16.0, 15), (8, 2.0, 1), (1, 0.5, 1)]
 )
 def test_jobs_are_bounded_by_cores_and_memory(
     cores: int, gib: float, expected: int, monkeypatch: pytest.MonkeyPatch
