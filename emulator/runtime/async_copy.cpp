@@ -45,10 +45,7 @@ void Thread::cp_async_mbarrier(int where, uint32_t a, bool noinc) {
   mbarrier_check(*this, where, a);
   auto all = std::make_shared<Group>(async->cp_open);
   for (Group const& g : async->cp_groups) all->insert(all->end(), g.begin(), g.end());
-  if (!noinc) {
-    uint8_t* p = shared_address(*this, where, a, 8);
-    wr<uint64_t>(p, rd<uint64_t>(p) + 1);  // one more pending arrival
-  }
+  if (!noinc) mbarrier_add_pending(*this, where, a);
   HbAgent agent;
   if (hb) agent = {hb->own[kHbCopy].id, async->cp_committed + 1};
   // Runs again until the copies before it are done.

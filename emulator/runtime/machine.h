@@ -177,6 +177,7 @@ struct Machine {
   std::vector<Thread*> tcgen05_threads;
   std::map<std::pair<Cta*, int>, std::deque<std::function<void()>>> wgmma_queues;
   std::unordered_map<uint8_t*, std::vector<Thread*>> mbarrier_waiters;
+  std::unordered_map<uint8_t*, uint64_t> mbarriers;         // what each should hold
   std::unordered_map<uint8_t*, SmemWriter> mbarrier_inits;  // not fenced yet when last seen
   std::vector<std::unique_ptr<Cluster>> clusters;           // alive
   std::vector<uint8_t*> stacks;                             // free ones
@@ -189,6 +190,7 @@ struct Machine {
   uint64_t time = 1;           // ticks of fences and writes, for the proxy check
   uint64_t idle = 0;           // polls since something else happened
   uint64_t last_progress = 0;  // in switches
+  uint64_t stalled = 0;        // what loops without any switch count for, in switches
   std::string error;           // set by a fiber that failed
   Thread* asynchronous = nullptr;  // issuer of the asynchronous operation being run
   std::set<std::string> warned;
@@ -202,7 +204,8 @@ struct Machine {
     return uint32_t((rng >> 11) % n);
   }
   void wake(Thread* t);
-  void progress() { last_progress = stats.switches, idle = 0; }
+  void stored() { last_progress = stats.switches, stalled = 0; }  // a poll that stores still polls
+  void progress() { last_progress = stats.switches, idle = stalled = 0; }
 };
 extern Machine M;
 
@@ -261,6 +264,7 @@ void check_named_barrier(Cta& cta, int id);
 void check_cluster_barrier(Cluster& cluster);
 // ---- mbarrier.cpp
 void mbarrier_check(Thread& t, int at, uint32_t address);  // initialised?
+void mbarrier_add_pending(Thread& t, int at, uint32_t address);
 // By asynchronous work of `t`, which has completed as `agent`.
 void mbarrier_arrive_async(Thread& t, int at, uint32_t address, HbAgent const& agent);
 void mbarrier_complete_async(Thread& t, int at, uint32_t address, uint32_t bytes);

@@ -17,17 +17,20 @@ Mbarrier unpack(uint64_t w) {
 }
 
 void store(uint8_t* p, Mbarrier const& m) {
-  wr<uint64_t>(p, uint64_t(m.pending) | uint64_t(m.expected) << 20 |
-                      uint64_t(uint32_t(m.tx) & 0x3fffff) << 40 | uint64_t(m.valid) << 62 |
-                      uint64_t(m.phase) << 63);
+  uint64_t const word = uint64_t(m.pending) | uint64_t(m.expected) << 20 |
+                        uint64_t(uint32_t(m.tx) & 0x3fffff) << 40 | uint64_t(m.valid) << 62 |
+                        uint64_t(m.phase) << 63;
+  wr<uint64_t>(p, word);
+  M.mbarriers[p] = word;
 }
 
 uint8_t* address_of(Thread& t, int at, uint32_t a) { return shared_address(t, at, a, 8); }
 
 Mbarrier load(Thread& t, int at, uint8_t* p) {
-  Mbarrier const m = unpack(rd<uint64_t>(p));
-  if (!m.valid)
-    t.fail(at, "operation on an mbarrier that was not initialised (or was overwritten)");
+  auto const it = M.mbarriers.find(p);
+  if (it == M.mbarriers.end()) t.fail(at, "operation on an mbarrier that was not initialised");
+  if (it->second != rd<uint64_t>(p)) t.fail(at, "operation on an mbarrier that was overwritten");
+  Mbarrier const m = unpack(it->second);
   return m;
 }
 
@@ -60,7 +63,8 @@ void arrive(Thread& t, int at, uint8_t* p, uint32_t count, uint32_t tx, bool dro
 
 std::string mbarrier_text(uint8_t const* p) {
   Mbarrier const m = unpack(rd<uint64_t>(p));
-  if (!m.valid) return "been overwritten or invalidated";
+  auto const it = M.mbarriers.find(const_cast<uint8_t*>(p));
+  if (it == M.mbarriers.end() || it->second != rd<uint64_t>(p)) return "been overwritten";
   return "phase " + std::to_string(m.phase) + ", " + std::to_string(m.pending) + " of " +
          std::to_string(m.expected) + " arrivals and " + std::to_string(m.tx) + " bytes missing";
 }
@@ -82,6 +86,7 @@ void Thread::mbarrier_inval(int where, uint32_t a) {
   uint8_t* p = address_of(*this, where, a);
   load(*this, where, p);
   wr<uint64_t>(p, 0);
+  M.mbarriers.erase(p);
 }
 
 // For asynchronous work that will complete on the barrier: it must be initialised, and the
@@ -97,6 +102,13 @@ void mbarrier_check(Thread& t, int at, uint32_t a) {
            "asynchronous use of an mbarrier without fence.mbarrier_init or fence.proxy.async "
            "after its initialisation");
   M.mbarrier_inits.erase(it);
+}
+
+void mbarrier_add_pending(Thread& t, int at, uint32_t a) {
+  uint8_t* p = address_of(t, at, a);
+  Mbarrier m = load(t, at, p);
+  ++m.pending;
+  store(p, m);
 }
 
 uint64_t Thread::mbarrier_arrive(int where, uint32_t a, uint32_t count, uint32_t tx, bool drop,

@@ -82,7 +82,7 @@ uint8_t* Thread::store_shared(int where, uint32_t address, uint32_t n) {
   uint8_t* p = shared_address(*this, where, address, n);
   generic_write(*this, address, n);
   if (hb) M.race->access(*this, where, p, n, true, false);
-  M.last_progress = M.stats.switches;
+  M.stored();
   return p;
 }
 
@@ -105,7 +105,7 @@ uint8_t* Thread::store_global(int where, uint64_t address, uint32_t n) {
   if (is_shared(address)) return store_shared(where, uint32_t(to_shared(address)), n);
   uint8_t* p = global_address(*this, where, address, n);
   if (hb && !is_local(address)) M.race->access(*this, where, p, n, true, false);
-  M.last_progress = M.stats.switches;
+  M.stored();
   return p;
 }
 
@@ -141,7 +141,7 @@ uint8_t* Thread::store_strong(int where, bool shared, uint64_t address, uint32_t
     M.race->access(*this, where, p, n, true, true);
     M.race->strong(*this, p, false, true, order, scope);
   }
-  M.last_progress = M.stats.switches;
+  M.stored();
   return p;
 }
 

@@ -268,6 +268,8 @@ void free_cluster(Cluster& cluster) {
   for (auto& c : cluster.ctas) free(c->tmem);
   M.slot_used[cluster.slot] = false;
   uint8_t* const end = cluster.arena + size_t(kMaxClusterSize) * kCtaStride;
+  for (auto it = M.mbarriers.begin(); it != M.mbarriers.end();)
+    it = it->first >= cluster.arena && it->first < end ? M.mbarriers.erase(it) : ++it;
   for (auto it = M.mbarrier_inits.begin(); it != M.mbarrier_inits.end();)
     it = it->first >= cluster.arena && it->first < end ? M.mbarrier_inits.erase(it) : ++it;
 }
@@ -302,8 +304,7 @@ void reset_queues() {
   M.wgmma_queues.clear();
   M.mbarrier_waiters.clear();
   M.current = M.asynchronous = nullptr;
-  M.idle = 0;
-  M.last_progress = M.stats.switches;
+  M.progress();
   M.error.clear();
 }
 
@@ -358,7 +359,7 @@ void run_launch() {
   bool const eager = M.settings.policy == Policy::kEager;
   bool const random = M.settings.policy == Policy::kRandom;
   while (!M.clusters.empty()) {
-    uint64_t const silence = M.stats.switches - M.last_progress;
+    uint64_t const silence = M.stats.switches - M.last_progress + M.stalled;
     bool const stuck = M.ready_warps.empty() || M.idle > 128 * M.ready_warps.size() + 64 ||
                        silence > 4096 * M.ready_warps.size() + 65536;
     if (async_pending() && (eager || stuck || (random && M.random(rate) == 0))) {
@@ -461,7 +462,7 @@ void Thread::yield(int where) {
 }
 
 void Thread::out_of_fuel(int where) {
-  M.last_progress -= std::min(M.last_progress, kFuelPenalty);
+  M.stalled += kFuelPenalty;
   fuel = kFuel;
   yield(where);
 }

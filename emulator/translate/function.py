@@ -203,7 +203,7 @@ class FunctionTranslator:
 
     def _directive(self, text: str) -> None:
         scope = self._scopes[-1]
-        if text.startswith(".loc"):
+        if re.match(r"\.loc\s", text):
             self.sites.location(text)
         elif m := re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text, re.S):
             suffix = f"_s{scope['id']}" if scope["id"] else ""
