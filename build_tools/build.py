@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -33,7 +32,6 @@ from .toolchain import (
 
 def find_tools(build: Path) -> Toolchain:
     """Finds compilers and headers, fetches what lacks, and says what will be built."""
-    check_platform()
     torch = require_torch()
     none_wanted = os.environ.get("FLASH_CUDA_ARCHS", "").strip().lower() == "none"
     nvcc = None if none_wanted else find_nvcc(build / "fetched/nvcc")
@@ -96,6 +94,8 @@ def kernels_line(tools: Toolchain, why: str) -> str:
 @contextmanager
 def _lock(build: Path) -> Iterator[None]:
     """One build at a time in a folder; a second one waits."""
+    import fcntl  # not at the top: where there is none, check_platform() has the clear words
+
     build.mkdir(parents=True, exist_ok=True)
     with (build / "lock").open("w") as file:
         try:
@@ -109,6 +109,7 @@ def _lock(build: Path) -> Iterator[None]:
 def build_library(out: Path) -> None:
     """Compiles what changed, links it and copies it to `out`."""
     started = time.time()
+    check_platform()
     build = default_build_folder()
     with _lock(build):
         tools = find_tools(build)
@@ -130,6 +131,7 @@ def build_library(out: Path) -> None:
 
 def compile_only(patterns: Sequence[str]) -> None:
     """Compiles the files whose path contains one of the patterns, and links nothing."""
+    check_platform()
     build = default_build_folder()
     with _lock(build):
         tools = find_tools(build)

@@ -321,6 +321,16 @@ def test_other_platforms(
         toolchain.check_platform()
 
 
+def test_windows_gets_that_line_too() -> None:
+    code = (
+        "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None\nimport build_tools.build"
+    )
+    code += "\ntry: build_tools.build.build_library(None)"
+    code += "\nexcept build_tools.build.BuildError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "flash_cuda builds on Linux; Windows is not supported\n"
+
+
 def test_no_cuda_12_compiler_is_downloaded(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"built for CUDA 12\.8: install a CUDA toolkit"):
         build._fetch_nvcc("12.8", tmp_path)
