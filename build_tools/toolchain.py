@@ -86,13 +86,14 @@ def find_gxx(newest: int | None = None) -> Gxx:
     for command in candidates:
         if not shutil.which(command[0]):
             continue
+        is_gcc = "clang" not in Path(command[-1]).name
+        flags = ["-dumpfullversion", "-dumpversion"] if is_gcc else ["-dumpversion"]
         try:
-            version = _run([*command, "-dumpfullversion", "-dumpversion"]).strip()
+            version = _run([*command, *flags]).strip()
         except (OSError, subprocess.CalledProcessError):
             raise BuildError(
                 f"{shlex.join(command)} does not run; set CXX to a C++17 compiler"
             ) from None
-        is_gcc = "clang" not in Path(command[-1]).name
         major = int(version.split(".")[0])
         if is_gcc and major < OLDEST_GXX:
             raise BuildError(
