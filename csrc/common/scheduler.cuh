@@ -51,17 +51,19 @@ FLASH_CUDA_HOST_DEVICE int packed_block_base(int row0, int sequence, int block_r
 
 #if defined(__CUDACC__)
 // Finds the sequence whose blocks contain place `index`, by the warp. cu_seqlens has batch + 1
-// entries; the rows from there to total_rows form one more sequence, number `batch`.
+// entries; the rows from there to total_rows form one more sequence, number `batch`. A row counts
+// as `multiple` rows.
 __device__ __forceinline__ WorkTile find_packed_block(const int* cu_seqlens, int batch,
-                                                      int total_rows, int block_rows, int index) {
+                                                      int total_rows, int block_rows, int index,
+                                                      int multiple = 1) {
   const int lane = threadIdx.x % 32;
   int found = -1;
   for (int first = 0; first <= batch && found < 0; first += 32) {
     const int b = first + lane;
     bool mine = false;
     if (b <= batch) {
-      const int row0 = cu_seqlens[b];
-      const int row1 = b < batch ? cu_seqlens[b + 1] : total_rows;
+      const int row0 = cu_seqlens[b] * multiple;
+      const int row1 = (b < batch ? cu_seqlens[b + 1] : total_rows) * multiple;
       const int base = packed_block_base(row0, b, block_rows);
       mine = index >= base && index < base + ceil_div(max_of(row1 - row0, 0), block_rows);
     }
@@ -69,7 +71,8 @@ __device__ __forceinline__ WorkTile find_packed_block(const int* cu_seqlens, int
     if (ballot != 0) found = first + __ffs(ballot) - 1;
   }
   if (found < 0) return {0, 0, 0, false};
-  return {found, 0, index - packed_block_base(cu_seqlens[found], found, block_rows), true};
+  const int base = packed_block_base(cu_seqlens[found] * multiple, found, block_rows);
+  return {found, 0, index - base, true};
 }
 
 // seq_info, also for the pseudo-sequence behind the last one (no row and no key counts there).

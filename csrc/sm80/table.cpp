@@ -1,7 +1,10 @@
 #include "sm80/table.h"
 
+#include "common/decode_passes.h"
 #include "sm80/bwd.h"
 #include "sm80/bwd_tile.h"
+#include "sm80/decode.h"
+#include "sm80/decode_tile.h"
 #include "sm80/fwd.h"
 #include "sm80/fwd_tile.h"
 
@@ -9,7 +12,7 @@ namespace flash_cuda::sm80 {
 namespace {
 
 const char* refuse_fwd(const FwdParams& p) {
-  if (p.qv) return "qv is not supported by the sm80 forward";
+  if (p.qv) return "qv is served by the split-KV kernel";
   return nullptr;
 }
 
@@ -22,6 +25,8 @@ const char* refuse_bwd(const BwdParams& p) {
   return nullptr;
 }
 
+const char* serve_all(const FwdParams&) { return nullptr; }
+
 size_t no_workspace(const FwdParams&) { return 0; }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
@@ -30,6 +35,14 @@ constexpr FwdKernel fwd_row(const char* name) {
   return {name,          80,          kDType,         kHeadDim,
           kHeadDimV,     Tile::kBlockQ, Tile::kBlockKV, Tile::kThreads,
           refuse_fwd,    no_workspace,  launch_fwd<kDType, kHeadDim, kHeadDimV>};
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+constexpr FwdKernel decode_row(const char* name) {
+  using Tile = DecodeTile<kHeadDim, kHeadDimV, true, 4>;
+  return {name,          80,          kDType,         kHeadDim,
+          kHeadDimV,     Tile::kBlockQ, Tile::kBlockKV, Tile::kThreads,
+          serve_all,     no_workspace,  launch_decode<kDType, kHeadDim, kHeadDimV>};
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
@@ -67,6 +80,15 @@ const FwdKernel kFwd[] = {
     fwd_row<kBF16, 256, 256>("sm80_fwd_hdim256"),
 };
 
+const FwdKernel kDecode[] = {
+    decode_row<kF16, 64, 64>("sm80_decode_hdim64"),
+    decode_row<kBF16, 64, 64>("sm80_decode_hdim64"),
+    decode_row<kF16, 128, 128>("sm80_decode_hdim128"),
+    decode_row<kBF16, 128, 128>("sm80_decode_hdim128"),
+    decode_row<kF16, 256, 256>("sm80_decode_hdim256"),
+    decode_row<kBF16, 256, 256>("sm80_decode_hdim256"),
+};
+
 const BwdKernel kBwd[] = {
     bwd_row<kF16, 32, 32>("sm80_bwd_hdim32"),
     bwd_row<kBF16, 32, 32>("sm80_bwd_hdim32"),
@@ -91,6 +113,10 @@ const KernelTable& kernel_table() {
     KernelTable t;
     t.fwd = kFwd;
     t.num_fwd = sizeof kFwd / sizeof *kFwd;
+    t.decode = kDecode;
+    t.num_decode = sizeof kDecode / sizeof *kDecode;
+    t.combine = launch_combine;
+    t.kv_append = launch_kv_append;
     t.bwd = kBwd;
     t.num_bwd = sizeof kBwd / sizeof *kBwd;
     return t;

@@ -1,0 +1,8 @@
+#include "sm80/decode_launch.cuh"
+
+namespace flash_cuda::sm80 {
+
+template void launch_decode<DType::kFloat16, 256, 256>(const FwdParams&, cudaStream_t);
+template void launch_decode<DType::kBFloat16, 256, 256>(const FwdParams&, cudaStream_t);
+
+}  // namespace flash_cuda::sm80

@@ -1,0 +1,43 @@
+// Tile shapes of the split-KV kernel. docs/tuning.md says what each was measured against.
+#pragma once
+
+#include "sm80/fwd_tile.h"
+
+namespace flash_cuda::sm80 {
+
+// kRowWarps warps own 16 rows each; kKeyWarps share the keys of a block among themselves.
+template <int kHeadDim_, int kHeadDimV_, int kBlockKV_, int kRowWarps_, int kStages_,
+          int kMinBlocks_>
+struct DecodeTileShape {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kRowWarps = kRowWarps_, kBlockQ = 16 * kRowWarps;
+  static constexpr int kBlockKV = kBlockKV_;
+  static constexpr int kKeyWarps = kRowWarps == 1 ? kBlockKV / 16 : 1;
+  static constexpr int kKeys = kBlockKV / kKeyWarps;  // of a block, for one warp
+  static constexpr int kWarps = kRowWarps * kKeyWarps, kThreads = 32 * kWarps;
+  static constexpr int kStages = kStages_;  // of K and V together
+  static constexpr int kMinBlocks = kMinBlocks_;
+
+  static constexpr int kBytesQ = kBlockQ * kHeadDim * 2, kBytesQv = kBlockQ * kHeadDimV * 2;
+  static constexpr int kBytesK = kBlockKV * kHeadDim * 2, kBytesV = kBlockKV * kHeadDimV * 2;
+  static constexpr int kBytesStage = kBytesK + kBytesV;
+  static constexpr int kSmemBytes = kBytesQ + kStages * kBytesStage;
+  // The general variant keeps qv in the place of the last stage.
+  static_assert(kBytesQv <= kBytesStage && kStages >= 2);
+  // The parts of the key warps are merged in the place of the stages.
+  static constexpr int kBytesMerge = kKeyWarps * (kBlockQ * kHeadDimV + 2 * 16) * 4;
+  static_assert(kKeyWarps == 1 || kBytesMerge <= kStages * kBytesStage);
+};
+
+// Rows of the tile: 16 for a decoding step, whose warps share the keys, else 64.
+// clang-format off
+template <int kHeadDim, int kHeadDimV, bool kLarge, int kRowWarps> struct DecodeTile;
+//                                                                             d   dv  kv  rows st blocks
+template <bool kLarge, int r> struct DecodeTile<64, 64, kLarge, r>   : DecodeTileShape< 64,  64, 64, r, 4, 2> {};
+template <int r> struct DecodeTile<128, 128, true, r>                : DecodeTileShape<128, 128, 64, r, 3, 2> {};
+template <int r> struct DecodeTile<128, 128, false, r>               : DecodeTileShape<128, 128, 64, r, 2, 1> {};
+template <int r> struct DecodeTile<256, 256, true, r>                : DecodeTileShape<256, 256, 32, r, 3, 1> {};
+template <int r> struct DecodeTile<256, 256, false, r>               : DecodeTileShape<256, 256, 32, r, 2, 1> {};
+// clang-format on
+
+}  // namespace flash_cuda::sm80
