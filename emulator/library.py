@@ -149,12 +149,12 @@ class Builder:
 
     def build(self) -> Path:
         started = time.monotonic()
-        host = self._in_parallel(
-            [(p, lambda p=p: self._host(p)) for p in [*self.recipe.kernels, *self.recipe.hosts]]
-        )
-        compiled = [path for paths in host for path in paths if path.suffix == ".o"]
-        ptx = [path for paths in host for path in paths if path.suffix == ".ptx"]
-        sources = self._in_parallel([(p, lambda p=p: self._translate(p)) for p in ptx])
+        everything = [*self.recipe.kernels, *self.recipe.hosts]
+        made = self._in_parallel([(p, lambda p=p: self._host(p)) for p in everything])
+        compiled = [path for paths in made for path in paths if path.suffix == ".o"]
+        ptx = [(source, path) for source, paths in zip(everything, made, strict=True)
+               for path in paths if path.suffix == ".ptx"]
+        sources = self._in_parallel([(p, lambda s=s, p=p: self._translate(s, p)) for s, p in ptx])
         jobs = [job for group in sources for job in group] + self._runtime_jobs()
         if table := self._table_source():
             jobs.append((table, HOST_FLAGS))
@@ -245,13 +245,13 @@ class Builder:
         return [obj]
 
     # ---- translation
-    def _translate(self, ptx: Path) -> list[tuple[Path, list[str]]]:
+    def _translate(self, source: Path, ptx: Path) -> list[tuple[Path, list[str]]]:
         """C++ files of a PTX file, and how to compile them."""
         text = ptx.read_bytes()
         translator = "".join(_content(p) for p in sorted((HERE / "translate").glob("*.py")))
-        module = ptx.name.split("-")[0].removesuffix(".ptx")
-        prefix = f"{module}_{_hash(str(ptx))[:6]}"
-        folder = self.modules / f"{module}-{_hash(text, translator, str(ptx))}"
+        module = f"{source.parent.name}_{source.stem}"
+        prefix = module
+        folder = self.modules / f"{module}-{_hash(text, translator, str(ROOT))}"
         done = folder / "done.json"
         if not done.exists():
             folder.mkdir(exist_ok=True)
