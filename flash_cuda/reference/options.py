@@ -13,11 +13,12 @@ class EngineOptions:
     """Tile sizes, and the numeric shortcuts that GPU kernels take. The default is exact.
 
     Attributes:
-        block_q: query rows of a tile.
-        block_kv: keys of a tile; None picks one from the number of query rows.
+        block_q: query rows of a tile; None: 128, or 256 with several threads, which meet after
+            every operation on a tile.
+        block_kv: keys of a tile; None: twice as many, and more for few query rows.
         tile_scores: scores held at once, all heads of a part together; more heads and sequences
-            are worked on one after the other. The default is 2 MB in float32, the level 2 cache
-            of a core.
+            are worked on one after the other. None: half a million, 2 MB in float32, which is
+            the level 2 cache of a core; four times that with several threads.
         rescale_threshold: conditional rescaling. The reference that is subtracted from the
             scores follows the running maximum only when it is left behind by more than this
             many powers of two. 0 follows at once; kernels use 8.
@@ -29,9 +30,9 @@ class EngineOptions:
             cores take them.
     """
 
-    block_q: int = 128
+    block_q: int | None = None
     block_kv: int | None = None
-    tile_scores: int = 1 << 19
+    tile_scores: int | None = None
     rescale_threshold: float = 0.0
     exp_share: float = 0.0
     exp_degree: int = 3
@@ -40,7 +41,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Refuses what no kernel could mean."""
-        if self.block_q < 1 or (self.block_kv is not None and self.block_kv < 1):
+        if any(n is not None and n < 1 for n in (self.block_q, self.block_kv)):
             raise ValueError(f"tiles need at least one row, got {self.block_q} x {self.block_kv}")
         if not 0.0 <= self.exp_share <= 1.0:
             raise ValueError(f"exp_share must be between 0 and 1, got {self.exp_share}")

@@ -99,15 +99,21 @@ class Problem:
 
     # ---- sizes of tiles -----------------------------------------------------------------
 
+    @property
+    def enlarged(self) -> int:
+        """Factor of the sides of a tile: threads wait for each other after every operation."""
+        return 1 if torch.get_num_threads() == 1 else 2
+
     def block_q(self, part: Part) -> int:
         """Returns the query rows of a tile."""
-        return max(1, min(self.options.block_q, part.seqlen_q))
+        block_q = self.options.block_q or 128 * self.enlarged
+        return max(1, min(block_q, part.seqlen_q))
 
     def block_kv(self, part: Part) -> int:
         """Returns the keys of a tile: more of them when there are few query rows."""
         if self.options.block_kv is not None:
             return self.options.block_kv
-        return 256 if self.block_q(part) > 32 else 1024
+        return 256 * self.enlarged if self.block_q(part) > 32 else 1024
 
     # ---- parts --------------------------------------------------------------------------
 
@@ -168,7 +174,8 @@ class Problem:
     def _cut(self, part: Part) -> Iterator[Part]:
         """Cuts a part until its tiles fit the cache: first by sequences, then by heads."""
         tile = self.group * self.block_q(part) * min(self.block_kv(part), max(part.seqlen_kv, 1))
-        pairs = max(1, self.options.tile_scores // max(tile, 1))
+        tile_scores = self.options.tile_scores or (1 << 19) * self.enlarged**2
+        pairs = max(1, tile_scores // max(tile, 1))
         heads = min(max(part.h1, 1), pairs)
         sequences = max(1, pairs // max(part.h1, 1))
         for b in range(part.b0, part.b1, sequences):
