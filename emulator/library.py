@@ -59,6 +59,7 @@ class Recipe:
         hosts: .cpp files.
         table: C++ function that returns the KernelTable, or None for a library without one.
         nvcc_flags: additional ones (include folders, macros).
+        program: the kernels' file has a main(); the result is a program.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Recipe:
     hosts: list[Path] = field(default_factory=list)
     table: str | None = None
     nvcc_flags: list[str] = field(default_factory=list)
+    program: bool = False
 
 
 def architectures() -> list[str]:
@@ -318,15 +320,16 @@ class Builder:
 
     def _link(self, objects: list[Path]) -> Path:
         names = sorted(map(str, objects))
-        key = _hash(self.tools.key, *names, *map(_content, map(Path, names)))
+        key = _hash(self.tools.key, str(self.recipe.program), *map(_content, map(Path, names)))
         library = self.cache / "lib" / f"libflash_cuda_emulated_{self.recipe.name}-{key}.so"
         if library.exists():
             return library
         script = self.cache / "lib" / "exports.map"
         script.write_text("{ global: flash_cuda_*; local: *; };\n")
         partial = library.with_suffix(f".{time.monotonic_ns()}.tmp")
-        run([*self.tools.gxx, "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined",
-             f"-Wl,--version-script={script}", "-o", str(partial), *names], "the link")
+        flags = [] if self.recipe.program else ["-shared", "-Wl,-Bsymbolic",
+                                                f"-Wl,--version-script={script}"]
+        run([*self.tools.gxx, *flags, "-Wl,--no-undefined", "-o", str(partial), *names], "the link")
         partial.replace(library)
         return library
 
