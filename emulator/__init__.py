@@ -1,6 +1,6 @@
 """Runs the kernels' PTX on the CPU; see README.md."""
 
-from .activate import activate, configure, load, settings, take_warnings
+from .activate import activate, configure, load, plantable, settings, take_warnings
 from .library import architectures, build
 from .errors import EmulatorBuildError
 
@@ -11,6 +11,7 @@ __all__ = [
     "build",
     "configure",
     "load",
+    "plantable",
     "settings",
     "take_warnings",
 ]

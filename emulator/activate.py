@@ -15,7 +15,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     """The C functions of a library, typed."""
     library = ctypes.CDLL(str(path))
     for name in ("flash_cuda_emulator_configure", "flash_cuda_emulator_settings",
-                 "flash_cuda_emulator_take_warnings"):
+                 "flash_cuda_emulator_take_warnings", "flash_cuda_emulator_plantable"):
         getattr(library, name).restype = ctypes.c_char_p
     library.flash_cuda_emulator_configure.argtypes = [ctypes.c_char_p]
     library.flash_cuda_emulator_launches.restype = ctypes.c_uint64
@@ -107,3 +107,8 @@ def take_warnings(arch: str) -> str:
     """Warnings of an active library since the last call; "" if there were none."""
     text = _libraries[arch].flash_cuda_emulator_take_warnings()
     return text.decode() if text else ""
+
+
+def plantable(arch: str) -> list[str]:
+    """Mistakes that fit the launches since "plant=observe" was configured: "parity:123", ..."""
+    return _libraries[arch].flash_cuda_emulator_plantable().decode().split()

@@ -32,6 +32,7 @@ void Thread::cp_async_commit(int where) {
 }
 
 void Thread::cp_async_wait(int where, uint32_t n) {
+  if (M.planted(Plant::kCpWait, where)) return;
   auto& groups = async->cp_groups;
   while (groups.size() > n) {
     wait_for(*this, where, groups.front(), "cp.async.wait_group");
@@ -132,6 +133,7 @@ void Thread::bulk_commit(int where) {
 }
 
 void Thread::bulk_wait(int where, uint32_t n, bool read_only) {
+  if (M.planted(Plant::kBulkWait, where)) return;
   auto& groups = async->bulk_groups;
   for (size_t i = 0; i + n < groups.size(); ++i)
     wait_for(*this, where, groups[i],

@@ -17,6 +17,25 @@ std::vector<ModuleInfo>& modules() {
   return m;
 }
 
+// Names in the order of the enum; "name:site" plants at one site.
+constexpr char const* kPlants[] = {
+    "nothing",     "observe",    "bar_sync",     "syncwarp",      "cp_wait",          "bulk_wait",
+    "wgmma_wait",  "wgmma_fence", "proxy_fence", "init_fence",    "thread_fence",     "mbarrier_wait",
+    "mbarrier_arrive", "parity", "bytes"};
+
+bool set_plant(Settings& s, std::string const& value) {
+  size_t const colon = value.find(':');
+  std::string const name = value.substr(0, colon);
+  for (size_t i = 0; i < sizeof kPlants / sizeof *kPlants; ++i)
+    if (name == kPlants[i]) {
+      s.plant = Plant(i);
+      s.plant_at = colon == std::string::npos ? -1 : atoi(value.c_str() + colon + 1);
+      if (s.plant == Plant::kObserve) M.plantable.clear();
+      return true;
+    }
+  return false;
+}
+
 bool set(Settings& s, std::string const& key, std::string const& value) {
   char* end = nullptr;
   uint64_t const number = strtoull(value.c_str(), &end, 0);
@@ -29,6 +48,8 @@ bool set(Settings& s, std::string const& key, std::string const& value) {
   } else if (key == "tmem_ld" || key == "tmem_st") {
     if (value != "issue" && value != "wait") return false;
     (key == "tmem_ld" ? s.tmem_load_at_issue : s.tmem_store_at_issue) = value == "issue";
+  } else if (key == "plant") {
+    return set_plant(s, value);
   } else if (!is_number) {
     return false;
   } else if (key == "seed") s.seed = number;
@@ -130,6 +151,14 @@ PX_EXPORT char const* flash_cuda_emulator_take_warnings() {
   px::M.warnings.clear();
   px::M.warned.clear();
   return px::last_message.empty() ? nullptr : px::last_message.c_str();
+}
+
+// "name:site" of each place at which a mistake can be planted, seen since plant=observe.
+PX_EXPORT char const* flash_cuda_emulator_plantable() {
+  px::last_message.clear();
+  for (auto const& [what, at] : px::M.plantable)
+    px::last_message += std::string(px::kPlants[int(what)]) + ":" + std::to_string(at) + "\n";
+  return px::last_message.c_str();
 }
 
 PX_EXPORT uint64_t flash_cuda_emulator_launches() { return px::M.stats.launches; }

@@ -141,6 +141,26 @@ struct AsyncOp {
   Ending ending;
 };
 
+// Mistakes that can be planted in any kernel without compiling it: an instruction is left out, or
+// done wrong, at one site or at all of them.
+enum class Plant {
+  kNothing,
+  kObserve,  // only notes the sites at which a mistake could be planted
+  kBarSync,
+  kSyncwarp,
+  kCpWait,
+  kBulkWait,
+  kWgmmaWait,
+  kWgmmaFence,
+  kProxyFence,
+  kInitFence,
+  kThreadFence,
+  kMbarrierWait,
+  kMbarrierArrive,
+  kParity,
+  kBytes,
+};
+
 struct Settings {
   Policy policy = Policy::kRandom;
   uint64_t seed = 1;
@@ -151,6 +171,8 @@ struct Settings {
   bool tmem_load_at_issue = false, tmem_store_at_issue = false;  // relaxed tcgen05.ld / st
   bool tmem_strict = true;
   bool statistics = false;
+  Plant plant = Plant::kNothing;
+  int plant_at = -1;  // site, -1: all
   std::string describe() const;
 };
 
@@ -196,6 +218,13 @@ struct Machine {
   std::set<std::string> warned;
   std::unique_ptr<RaceDetector> race;
   std::vector<std::string> warnings;
+  std::set<std::pair<Plant, int>> plantable;  // seen while observing
+
+  bool planted(Plant what, int at) {
+    if (settings.plant == Plant::kNothing) return false;
+    if (settings.plant == Plant::kObserve) plantable.insert({what, at});
+    return settings.plant == what && (settings.plant_at < 0 || settings.plant_at == at);
+  }
 
   uint32_t random(uint32_t n) {
     rng ^= rng << 13;

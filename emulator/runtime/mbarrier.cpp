@@ -114,6 +114,8 @@ void mbarrier_add_pending(Thread& t, int at, uint32_t a) {
 uint64_t Thread::mbarrier_arrive(int where, uint32_t a, uint32_t count, uint32_t tx, bool drop,
                                  int order) {
   at = where;
+  if (M.planted(Plant::kMbarrierArrive, where)) return 0;
+  if (tx && M.planted(Plant::kBytes, where)) tx += 16;
   uint8_t* p = address_of(*this, where, a);
   uint64_t const old = rd<uint64_t>(p);
   if (hb) {
@@ -157,6 +159,8 @@ uint32_t Thread::mbarrier_pending(uint64_t state) { return unpack(state).pending
 // legal, so the random policy lets some do it.
 bool Thread::mbarrier_wait(int where, uint32_t a, uint32_t parity, bool can_block, int order) {
   at = where;
+  if (M.planted(Plant::kMbarrierWait, where)) return true;
+  if (M.planted(Plant::kParity, where)) parity ^= 1;
   uint8_t* p = address_of(*this, where, a);
   if (hb) M.race->access(*this, where, p, 8, false, true);
   if (load(*this, where, p).phase == bool(parity)) {

@@ -158,17 +158,20 @@ uint8_t* Thread::atomic(int where, bool shared, uint64_t address, uint32_t n, in
 
 void Thread::fence(int where, int scope) {
   at = where;
+  if (M.planted(Plant::kThreadFence, where)) return;
   if (hb) M.race->fence(*hb, scope);
 }
 
 void Thread::fence_proxy_async(int where) {
   at = where;
+  if (M.planted(Plant::kProxyFence, where)) return;
   async->fence_time = ++M.time;
   if (hb) M.race->fence_proxy(*hb);
 }
 
 void Thread::fence_mbarrier_init(int where) {
   at = where;
+  if (M.planted(Plant::kInitFence, where)) return;
   for (auto it = M.mbarrier_inits.begin(); it != M.mbarrier_inits.end();)
     it = it->second.thread == this ? M.mbarrier_inits.erase(it) : ++it;
 }

@@ -164,6 +164,7 @@ uint64_t Thread::redux(int where, int op, uint64_t v, bool is_signed, uint32_t m
 }
 
 void Thread::bar_warp(int where, uint32_t mask) {
+  if (M.planted(Plant::kSyncwarp, where)) return;
   collective(*this, where, kBarWarp, mask, nullptr, "bar.warp.sync", [this](Collective& k) {
     if (M.race) M.race->warp_barrier(warp->lanes, k.arrived);
   });

@@ -162,6 +162,7 @@ void Thread::wgmma(int where, int n, Element a_type, Element b_type, void* const
 
 void Thread::wgmma_fence(int where) {
   at = where;
+  if (M.planted(Plant::kWgmmaFence, where)) return;
   async->wgmma_fenced = true;
 }
 
@@ -173,6 +174,7 @@ void Thread::wgmma_commit(int where) {
 }
 
 void Thread::wgmma_wait(int where, uint32_t n) {
+  if (M.planted(Plant::kWgmmaWait, where)) return;
   auto& groups = async->wgmma_groups;
   while (groups.size() > n) {
     wait_for(*this, where, groups.front(), "wgmma.wait_group");
