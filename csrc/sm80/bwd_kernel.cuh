@@ -2,7 +2,7 @@
 //
 // One thread block owns kBlockKV keys of one KV head and walks the query tiles that see them, of
 // all query heads of the group, so that dK and dV stay in registers and need no reduction. Scores
-// are computed transposed (a warp holds 16 keys x kWidthS queries): P^T and dS^T then are the left
+// are computed transposed (a warp holds a few tiles of 16 keys x kWidthS queries): P^T and dS^T then are the left
 // operands of dV += P^T dO and dK += dS^T Q as they stand, and only dS goes through shared memory,
 // for dQ = dS K, which is added to an fp32 workspace. Query tiles are visited from last to first.
 #pragma once
@@ -29,7 +29,8 @@ struct BwdBlock {
   using SmemS = SwizzledTile<Tile::kBlockQ>;          // rows are keys
   using Scores = MmaFragment<Tile::kWidthS>;
   static constexpr int kStepsQ = Tile::kBlockQ / 16;
-  static constexpr int kKeyWarps = Tile::kBlockKV / 16;
+  static constexpr int kKeyTiles = Tile::kKeyTiles, kKeyWarps = Tile::kKeyWarps;
+  using Operand = uint32_t[kKeyTiles][Scores::kTiles / 2][4];  // scores as left operands
 
   const BwdParams& p;
   const FwdParams& f;
@@ -48,8 +49,8 @@ struct BwdBlock {
   ScoreMod score_mod;
   Dropout dropout;
 
-  MmaFragment<Tile::kWidthDk> dk[1];
-  MmaFragment<Tile::kWidthDv> dv[1];
+  MmaFragment<Tile::kWidthDk> dk[kKeyTiles];
+  MmaFragment<Tile::kWidthDv> dv[kKeyTiles];
 
   __device__ BwdBlock(const BwdParams& params, const BwdWorkspace& workspace, const WorkTile& work,
                       uint32_t smem)
@@ -136,36 +137,49 @@ struct BwdBlock {
   // ---- products
   // Keys x queries: rows of `left` (keys) times rows of `right` (queries).
   template <class Smem, int kSteps>
-  __device__ void gemm_scores(Scores (&s)[1], uint32_t left, uint32_t right) {
-    s[0].clear();
-    const uint32_t a_base = left + Smem::lane_offset(lane) + key_warp * 16 * Smem::kRowBytes;
+  __device__ void gemm_scores(Scores (&s)[kKeyTiles], uint32_t left, uint32_t right) {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) s[m].clear();
+    const uint32_t a_base = left + Smem::lane_offset(lane) + key_row() * Smem::kRowBytes;
     const uint32_t b_base =
         right + Smem::lane_offset(lane) + part * Tile::kWidthS * Smem::kRowBytes;
-    warp_gemm<kDType, 1, Tile::kWidthS, kSteps>(
-        s, [&](int k, uint32_t (&a)[1][4]) { load_a_rows_m<Smem>(a[0], a_base, 0, k); },
+    warp_gemm<kDType, kKeyTiles, Tile::kWidthS, kSteps>(
+        s,
+        [&](int k, uint32_t (&a)[kKeyTiles][4]) {
+#pragma unroll
+          for (int m = 0; m < kKeyTiles; ++m) load_a_rows_m<Smem>(a[m], a_base, m, k);
+        },
         [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_n<Smem>(b, b_base, k, n); });
   }
-  // acc += (16 keys x queries) (queries x head dim), the left side from registers...
+  // acc += (keys x queries) (queries x head dim), the left side from registers...
   template <class Smem, int kWidth>
-  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[1],
-                                const uint32_t (&left)[Scores::kTiles / 2][4], uint32_t right) {
+  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[kKeyTiles], const Operand& left,
+                                uint32_t right) {
     const uint32_t b_base = right + Smem::lane_offset(lane);
-    warp_gemm<kDType, 1, kWidth, kStepsQ>(
+    warp_gemm<kDType, kKeyTiles, kWidth, kStepsQ>(
         acc,
-        [&](int k, uint32_t (&a)[1][4]) {
+        [&](int k, uint32_t (&a)[kKeyTiles][4]) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[0][i] = left[k][i];
+          for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[m][i] = left[m][k][i];
+          }
         },
         [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<Smem>(b, b_base, k, n); });
   }
   // ... or, where warps share keys, from shared memory, for this warp's part of the head dim.
   template <class Smem, int kWidth>
-  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[1], uint32_t left, uint32_t right) {
-    const uint32_t a_base = left + SmemS::lane_offset(lane) + key_warp * 16 * SmemS::kRowBytes;
+  __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[kKeyTiles], uint32_t left,
+                                uint32_t right) {
+    const uint32_t a_base = left + SmemS::lane_offset(lane) + key_row() * SmemS::kRowBytes;
     const uint32_t b_base = right + Smem::lane_offset(lane);
     const int first_n = part * kWidth / 16;
-    warp_gemm<kDType, 1, kWidth, kStepsQ>(
-        acc, [&](int k, uint32_t (&a)[1][4]) { load_a_rows_m<SmemS>(a[0], a_base, 0, k); },
+    warp_gemm<kDType, kKeyTiles, kWidth, kStepsQ>(
+        acc,
+        [&](int k, uint32_t (&a)[kKeyTiles][4]) {
+#pragma unroll
+          for (int m = 0; m < kKeyTiles; ++m) load_a_rows_m<SmemS>(a[m], a_base, m, k);
+        },
         [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<Smem>(b, b_base, k, first_n + n); });
   }
   // dQ of the tile: (queries x keys) (keys x head dim), added to the workspace.
@@ -227,10 +241,12 @@ struct BwdBlock {
   // ---- elementwise parts
   __device__ int query0() const { return q_block * Tile::kBlockQ + part * Tile::kWidthS; }
 
-  __device__ int key0() const { return kv0 + key_warp * 16; }
+  // First key of this warp in the block, and of its tile m in the sequence.
+  __device__ int key_row() const { return key_warp * kKeyTiles * 16; }
+  __device__ int key0(int m) const { return kv0 + key_row() + m * 16; }
 
   // Products to logits; `slope` is the derivative of the capped ones.
-  __device__ void modify_scores(Scores& s, Scores& slope) const {
+  __device__ void modify_scores(Scores& s, Scores& slope, int m) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -238,12 +254,12 @@ struct BwdBlock {
         const float capped = score_mod.capped(s.at(r, c));
         slope.at(r, c) = score_mod.cap_slope(capped);
         s.at(r, c) = capped + score_mod.added(query0() + Scores::col(lane, c),
-                                              key0() + Scores::row(lane, r));
+                                              key0(m) + Scores::row(lane, r));
       }
     }
   }
-  __device__ void probabilities(Scores& s, int stage) {
-    const int q0 = query0(), k0 = key0();
+  __device__ void probabilities(Scores& s, int stage, int m) {
+    const int q0 = query0(), k0 = key0(m);
     if (ragged || range.is_masked(q_block)) {
       apply_mask(s, lane, q0, [&](int row, int& begin, int& end) {
         const int kv = k0 + row;
@@ -276,24 +292,24 @@ struct BwdBlock {
     }
   }
   // Zeroes what the forward dropped and scales the rest.
-  __device__ void drop(Scores& s, float keep_scale) const {
+  __device__ void drop(Scores& s, float keep_scale, int m) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int c = 0; c < Scores::kCols; ++c) {
         const bool keep = dropout.keep(query0() + Scores::col(lane, c),
-                                       key0() + Scores::row(lane, r));
+                                       key0(m) + Scores::row(lane, r));
         s.at(r, c) *= keep ? keep_scale : 0.0f;
       }
     }
   }
   // Adds dS to the gradient of the bias. One writer an element unless the bias is broadcast.
-  __device__ void add_to_dbias(const Scores& ds) const {
+  __device__ void add_to_dbias(const Scores& ds, int m) const {
     float* base = p.dbias + batch * p.dbias_batch_stride + head * p.dbias_head_stride;
     const bool shared = p.dbias_shared;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int kv = key0() + Scores::row(lane, r);
+      const int kv = key0(m) + Scores::row(lane, r);
 #pragma unroll
       for (int c = 0; c < Scores::kCols; ++c) {
         const int q = query0() + Scores::col(lane, c);
@@ -308,51 +324,65 @@ struct BwdBlock {
     }
   }
   // This warp's scores as rows of keys in shared memory.
-  __device__ void store_scores(uint32_t smem, const uint32_t (&a)[Scores::kTiles / 2][4]) const {
+  __device__ void store_scores(uint32_t smem, const Operand& a) const {
 #pragma unroll
-    for (int k = 0; k < Scores::kTiles / 2; ++k) {
+    for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = key_warp * 16 + lane / 4 + 8 * (i & 1);
-        const int chunk = part * Tile::kWidthS / 8 + 2 * k + (i >> 1);
-        ptx::store_shared_4(smem + SmemS::offset(row, chunk) + 4 * (lane % 4), a[k][i]);
+      for (int k = 0; k < Scores::kTiles / 2; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = key_row() + m * 16 + lane / 4 + 8 * (i & 1);
+          const int chunk = part * Tile::kWidthS / 8 + 2 * k + (i >> 1);
+          ptx::store_shared_4(smem + SmemS::offset(row, chunk) + 4 * (lane % 4), a[m][k][i]);
+        }
       }
     }
   }
 
   // ---- one query tile; P and dS as operands in p_regs and ds_regs
-  __device__ void scores_of_tile(int stage, uint32_t (&p_regs)[Scores::kTiles / 2][4],
-                                 uint32_t (&ds_regs)[Scores::kTiles / 2][4]) {
-    Scores s[1], dp[1], slope;
+  __device__ void scores_of_tile(int stage, Operand& p_regs, Operand& ds_regs) {
+    Scores s[kKeyTiles], dp[kKeyTiles], slope[kGeneral ? kKeyTiles : 1];
     gemm_scores<SmemK, Tile::kHeadDim / 16>(s, smem_k, stage_q(stage));
-    if constexpr (kGeneral) modify_scores(s[0], slope);
-    probabilities(s[0], stage);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+      if constexpr (kGeneral) modify_scores(s[m], slope[m], m);
+      probabilities(s[m], stage, m);
+    }
     if (needs_ds) {
       gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage));
-      if constexpr (kGeneral) {
-        if (f.dropout_p > 0.0f) drop(dp[0], dropout.keep_scale);
-      }
-      score_gradients(dp[0], s[0], stage);
-      if constexpr (kGeneral) {
-        if (wants(kWantDbias)) add_to_dbias(dp[0]);
 #pragma unroll
-        for (int c = 0; c < Scores::kCols; ++c) {
-          dp[0].at(0, c) *= slope.at(0, c);
-          dp[0].at(1, c) *= slope.at(1, c);
+      for (int m = 0; m < kKeyTiles; ++m) {
+        if constexpr (kGeneral) {
+          if (f.dropout_p > 0.0f) drop(dp[m], dropout.keep_scale, m);
+        }
+        score_gradients(dp[m], s[m], stage);
+        if constexpr (kGeneral) {
+          if (wants(kWantDbias)) add_to_dbias(dp[m], m);
+#pragma unroll
+          for (int c = 0; c < Scores::kCols; ++c) {
+            dp[m].at(0, c) *= slope[m].at(0, c);
+            dp[m].at(1, c) *= slope[m].at(1, c);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < Scores::kTiles / 2; ++k) {
+          accumulators_to_a<kDType>(ds_regs[m][k], dp[m], k);
         }
       }
-#pragma unroll
-      for (int k = 0; k < Scores::kTiles / 2; ++k) accumulators_to_a<kDType>(ds_regs[k], dp[0], k);
-    }
-    if constexpr (kGeneral) {
-      if (f.dropout_p > 0.0f) drop(s[0], dropout.keep_scale);
     }
 #pragma unroll
-    for (int k = 0; k < Scores::kTiles / 2; ++k) accumulators_to_a<kDType>(p_regs[k], s[0], k);
+    for (int m = 0; m < kKeyTiles; ++m) {
+      if constexpr (kGeneral) {
+        if (f.dropout_p > 0.0f) drop(s[m], dropout.keep_scale, m);
+      }
+#pragma unroll
+      for (int k = 0; k < Scores::kTiles / 2; ++k) {
+        accumulators_to_a<kDType>(p_regs[m][k], s[m], k);
+      }
+    }
   }
   // dV += P^T dO and dK += dS^T Q; returns with dS in shared memory for all to read.
-  __device__ void gradients_of_tile(int stage, const uint32_t (&p_regs)[Scores::kTiles / 2][4],
-                                    const uint32_t (&ds_regs)[Scores::kTiles / 2][4]) {
+  __device__ void gradients_of_tile(int stage, const Operand& p_regs, const Operand& ds_regs) {
     if constexpr (kShared) {
       store_scores(smem_p, p_regs);
       if (needs_ds) store_scores(smem_ds, ds_regs);
@@ -393,7 +423,7 @@ struct BwdBlock {
         load_q_tile(next_head, next_block, stage ^ 1);
         ptx::cp_async_commit();
       }
-      uint32_t p_regs[Scores::kTiles / 2][4], ds_regs[Scores::kTiles / 2][4];
+      Operand p_regs, ds_regs;
       scores_of_tile(stage, p_regs, ds_regs);
       gradients_of_tile(stage, p_regs, ds_regs);
       if (Tile::kStages == 1 && i + 1 < total) {
@@ -410,16 +440,19 @@ struct BwdBlock {
 
   // ---- epilogue: rows of keys through the buffer of K or V, 16 bytes at a time
   template <class Smem, int kWidth>
-  __device__ void store_gradient(const MmaFragment<kWidth>& acc, float scale, uint32_t smem,
-                                 void* tensor, const Stride& stride, int width) {
+  __device__ void store_gradient(const MmaFragment<kWidth> (&acc)[kKeyTiles], float scale,
+                                 uint32_t smem, void* tensor, const Stride& stride, int width) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
-      for (int t = 0; t < kWidth / 8; ++t) {
-        const int row = key_warp * 16 + lane / 4 + 8 * r;
-        ptx::store_shared_4(smem + Smem::offset(row, part * kWidth / 8 + t) + 4 * (lane % 4),
-                            ptx::pack<kDType>(acc.acc[t][2 * r] * scale,
-                                              acc.acc[t][2 * r + 1] * scale));
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int t = 0; t < kWidth / 8; ++t) {
+          const int row = key_row() + m * 16 + lane / 4 + 8 * r;
+          ptx::store_shared_4(smem + Smem::offset(row, part * kWidth / 8 + t) + 4 * (lane % 4),
+                              ptx::pack<kDType>(acc[m].acc[t][2 * r] * scale,
+                                                acc[m].acc[t][2 * r + 1] * scale));
+        }
       }
     }
     __syncthreads();  // rows are complete
@@ -441,10 +474,10 @@ struct BwdBlock {
   }
   __device__ void store() {
     if (wants(kWantDk)) {
-      store_gradient<SmemK>(dk[0], f.softmax_scale, smem_k, p.dk, p.dk_stride, f.head_dim);
+      store_gradient<SmemK>(dk, f.softmax_scale, smem_k, p.dk, p.dk_stride, f.head_dim);
     }
     if (wants(kWantDv)) {
-      store_gradient<SmemV>(dv[0], 1.0f, smem_v, p.dv, p.dv_stride, f.head_dim_v);
+      store_gradient<SmemV>(dv, 1.0f, smem_v, p.dv, p.dv_stride, f.head_dim_v);
     }
   }
 };
@@ -468,8 +501,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   if (!work.valid) return;
 
   BwdBlock<Tile, kDType, kVariant> block(p, ws, work, ptx::smem_addr(smem));
-  block.dk[0].clear();
-  block.dv[0].clear();
+#pragma unroll
+  for (int m = 0; m < Tile::kKeyTiles; ++m) {
+    block.dk[m].clear();
+    block.dv[m].clear();
+  }
   if (block.range.begin < block.range.end) block.main_loop();
   block.store();
 }

@@ -5,15 +5,17 @@
 
 namespace flash_cuda::sm80 {
 
-// kSplitD warps share the 16 keys of a warp row: each computes a part of their scores and a part
-// of the head dim of their gradients, with probabilities exchanged through shared memory.
+// A warp owns kKeyTiles tiles of 16 keys. kSplitD warps share them: each computes a part of their
+// scores and a part of the head dim of their gradients, with probabilities exchanged through shared
+// memory.
 template <int kHeadDim_, int kHeadDimV_, int kBlockQ_, int kBlockKV_, int kSplitD_, int kStages_,
-          int kWarpsDq_, int kMinBlocks_>
+          int kWarpsDq_, int kMinBlocks_, int kKeyTiles_ = 1>
 struct BwdTileShape {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockQ = kBlockQ_, kBlockKV = kBlockKV_;
   static constexpr int kSplitD = kSplitD_;
-  static constexpr int kWarps = kBlockKV / 16 * kSplitD, kThreads = 32 * kWarps;
+  static constexpr int kKeyTiles = kKeyTiles_, kKeyWarps = kBlockKV / (16 * kKeyTiles);
+  static constexpr int kWarps = kKeyWarps * kSplitD, kThreads = 32 * kWarps;
   static constexpr int kStages = kStages_;    // buffers of Q, dO and row statistics
   static constexpr int kWarpsDq = kWarpsDq_;  // dQ = dS K: warps along the rows; the rest: columns
   static constexpr int kMinBlocks = kMinBlocks_;
