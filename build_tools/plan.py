@@ -19,6 +19,10 @@ CSRC = ROOT / "csrc"
 # Torch 2.10: the stable ABI of that version, which every later torch has too.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
+# First guesses of compile times, per target of a file; later builds know the last time.
+SECONDS_PER_CODE = {"common": 0.5, "sm80": 7.0}
+OTHER_SECONDS_PER_CODE = 10.0
+
 # Generated, in a file of its own: a new commit compiles nothing else.
 COMMIT_SOURCE = "generated/commit.cpp"
 
@@ -115,7 +119,8 @@ def _kernel_unit(tools: Toolchain, source: Path, folder: str, build: Path) -> Un
     command += ["-MMD", "-MF", str(obj.with_suffix(".d")), "-c", str(source), "-o", str(obj)]
     identity = f"nvcc {tools.nvcc.version} g++ {tools.gxx.version} {' '.join(command[2:])}"
     codes = gencode[0].count(",") + 1 if len(gencode) == 1 else 2 * len(gencode)
-    return Unit(source, obj, tuple(command), identity, 5.0 + 8.0 * codes, keep)
+    seconds = 3.0 + SECONDS_PER_CODE.get(folder, OTHER_SECONDS_PER_CODE) * codes
+    return Unit(source, obj, tuple(command), identity, seconds, keep)
 
 
 def _host_unit(tools: Toolchain, source: Path, folders: Sequence[str], build: Path) -> Unit:
