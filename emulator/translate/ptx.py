@@ -105,7 +105,7 @@ def _parameters(text: str | None) -> tuple[list[Parameter], int]:
     for p in split_operands(text or ""):
         m = re.match(
             r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
-            r"(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$]+)(\[(\d+)\])?",
+            r"(?:\.ptr\s+(?:\.(?!align)\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$]+)(\[(\d+)\])?",
             p,
         )
         if not m:

@@ -1,0 +1,66 @@
+"""Mistakes planted at every synchronising instruction of the real forward kernels.
+
+The emulator leaves an instruction out, or does it wrong, at one site at a time; nothing is
+compiled anew. A mistake counts as caught if a policy stops the kernel or makes the numbers wrong,
+or if the race check names it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import emulator
+
+from .test_kernels import ARCHS, inputs, reference
+
+flash_cuda = pytest.importorskip("flash_cuda")
+
+RUNS = ("policy=random,seed=1,race=1", "policy=eager,seed=1,race=0", "policy=lazy,seed=1,race=0",
+        "policy=random,seed=2,race=0")
+# A barrier or fence can be redundant without being wrong; the others must be caught everywhere.
+MAY_SURVIVE = ("bar_sync", "syncwarp", "thread_fence")
+
+
+class Case:
+    """A causal forward call with ragged lengths, several tiles a block."""
+
+    def __init__(self, arch: str) -> None:
+        torch.manual_seed(0)
+        self.arch = arch
+        self.q, self.k, self.v = inputs((300, 333), 64)
+        wide = [x.repeat_interleave(2, 2) for x in (self.k, self.v)]
+        self.expected = reference(self.q, *wide, True)
+
+    def run(self, settings: str) -> str:
+        """ "" if nothing is noticed, else the first line of what is."""
+        emulator.configure(self.arch, settings + ",sms=2")
+        try:
+            with flash_cuda.use_kernel(f"emulated:{self.arch}"):
+                out = flash_cuda.attention(self.q, self.k, self.v, causal=True)
+        except RuntimeError as e:
+            return str(e).splitlines()[0]
+        right = (out.double() - self.expected).abs().max() <= 3e-2
+        return "" if right else "wrong numbers"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_site(arch: str) -> None:
+    emulator.load(arch)
+    case = Case(arch)
+    try:
+        assert case.run("policy=random,seed=1,plant=observe") == ""
+        sites = emulator.plantable(arch)
+        assert sites
+        survivors = []
+        for site in sites:
+            if not any(case.run(f"{run},plant={site}") for run in RUNS):
+                survivors.append(site)
+        kinds = sorted({s.split(":")[0] for s in sites})
+        print(f"{arch}: {len(sites)} mistakes of kinds {', '.join(kinds)}; not noticed: {survivors}")
+        wrong = [s for s in survivors if s.split(":")[0] not in MAY_SURVIVE]
+        assert not wrong
+        for run in RUNS:
+            assert case.run(f"{run},plant=nothing") == ""
+    finally:
+        emulator.configure(arch, "policy=random,seed=1,sms=4,race=0,plant=nothing")
