@@ -6,7 +6,8 @@
 // come out of the accumulators as the register operand of dV += P^T dO and dK += dS^T Q; only dS
 // passes through shared memory, for dQ += dS K.
 //
-// Warpgroup 0: warp 0 loads (TMA), warps 1 and 2 add dQ to the float32 workspace (bulk reduce).
+// Warpgroup 0: warp 0 loads (TMA), warps 1 and 2 add dQ to the float32 workspace (bulk reduce),
+// warp 3 zeroes rows behind a sequence.
 // Warpgroups 1 and 2: 64 keys each, and one half of dQ each.
 //
 // Two things order the loop (docs/kernels/sm90_bwd.md has the timeline): lse is in registers
@@ -47,17 +48,17 @@ struct BwdSmem {
   static constexpr int kDq = kDs + Tile::kStages * kDsBytes;
   static constexpr int kLse = kDq + kDqBytes, kDelta = kLse + Tile::kStages * kRowBytes;
   static constexpr int kBarriers = kDelta + Tile::kStages * kRowBytes;
-  static constexpr int kBytes = kBarriers + 8 * (1 + 4 * Tile::kStages);
-  static constexpr int kAllocation = kBytes + 1024;  // room to reach a 1024-byte boundary
+  static constexpr int kTask = kBarriers + 8 * BwdBarriers<Tile>::kCount;
+  static constexpr int kBytes = (kTask + sizeof(BwdTask<Tile>) + 15) / 16 * 16;
+  static_assert(kBytes <= 232448, "shared memory of an SM");
 };
 
 enum BwdNamedBarrier : int {
-  kDsReady = 1,    // both warpgroups have written their part of dS
-  kDqFull = 2,     // + warpgroup: dQ lies in the staging buffer
-  kDqEmpty = 4,    // + warpgroup: the staging buffer may be rewritten
-  kKvReady = 6,    // K and V tails are zeroed; at the end: K and V may be overwritten
-  kTailReady = 7,  // the tails of Q and dO are zeroed
-  kOutReady = 8,   // + warpgroup: dK and dV lie in shared memory
+  kDsReady = 1,   // both warpgroups have written their part of dS
+  kDqFull = 2,    // + warpgroup: dQ lies in the staging buffer
+  kDqEmpty = 4,   // + warpgroup: the staging buffer may be rewritten
+  kKvDone = 6,    // no GEMM reads K and V any more
+  kOutReady = 7,  // + warpgroup: dK or dV lies in shared memory
 };
 
 // Zeroes the rows [first, kRows) of an operand tile, so that what lies behind a sequence (possibly
@@ -103,6 +104,7 @@ struct BwdConsumer {
 #pragma unroll
     for (int k = 0; k < kScores / 8; ++k) ptx::pin(a[k]);
   }
+  __device__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
   __device__ int lane() const { return thread & 31; }
   __device__ int warp() const { return thread >> 5; }
   // First of the two keys of this thread in the block; the other is 8 further.
@@ -140,9 +142,10 @@ struct BwdConsumer {
     const uint32_t ds = smem + Smem::kDs + stage * Smem::kDsBytes;
     const uint64_t a =
         ptx::wgmma_desc(ds + (kSplitDqRows ? warpgroup * kBlockKV * 128 : 0), kDescKv);
-    const uint64_t b = ptx::wgmma_desc(
-        smem + Smem::kK + (kSplitDqRows ? 0 : warpgroup * (kHeadDim / 128) * kBlockKV * 128),
-        kDescKv);
+    // Half the columns: the second panel, or the second half of the only one.
+    constexpr int kHalf = kHeadDim == 128 ? kBlockKV * 128 : kDqCols * 2;
+    const uint64_t b =
+        ptx::wgmma_desc(smem + Smem::kK + (kSplitDqRows ? 0 : warpgroup * kHalf), kDescKv);
 #pragma unroll
     for (int k = 0; k < kBlockKV / 16; ++k) {
       if (k == 0) {
@@ -187,7 +190,7 @@ struct BwdConsumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = 8 * j + e % 2;
-        if (q < begin[e / 2] || q >= end[e / 2]) scores[4 * j + e] = -INFINITY;
+        if (q < begin[e / 2] || q >= end[e / 2]) scores[4 * j + e] = args.masked_score;
       }
     }
   }
@@ -242,8 +245,7 @@ struct BwdConsumer {
   }
 
   // One block of Q and dO in `stage`, whose barriers are in phase `phase`.
-  __device__ void step(const BwdTask& task, const Mask& mask, int q0, bool masked, int stage,
-                       uint32_t phase) {
+  __device__ void step(const BwdTask<Tile>& task, int q0, bool masked, int stage, uint32_t phase) {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     const uint32_t q_tile = smem + Smem::kQ + stage * Smem::kQBytes;
     const uint32_t dout_tile = smem + Smem::kDout + stage * Smem::kQBytes;
@@ -255,13 +257,6 @@ struct BwdConsumer {
       for (int j = 0; j < kScores / 4; ++j) lse[j] = lse_of_column(stage, j);
     }
     ptx::mbarrier_wait(bars.dout_full(stage), phase);
-    if (task.junk_behind_q && q0 + kBlockQ > mask.seqlen_q) {
-      const int both = warpgroup * 128 + thread, first = mask.seqlen_q - q0;
-      zero_tail_rows<kBlockQ, kHeadDim, 256>(smem_ptr + (q_tile - smem), first, both);
-      zero_tail_rows<kBlockQ, kHeadDim, 256>(smem_ptr + (dout_tile - smem), first, both);
-      ptx::fence_proxy_async_shared();
-      ptx::named_barrier_sync(kTailReady, 256);
-    }
     preset_dp(stage);
     ptx::wgmma_fence();
     gemm_scores<true>(scores, Smem::kK, q_tile);
@@ -272,7 +267,7 @@ struct BwdConsumer {
     ptx::wgmma_wait_group<1>();
     ptx::pin(scores);
     if (masked) {
-      mask_scores(mask, q0, task.kv0);
+      mask_scores(task.mask, q0, task.kv0);
       __syncwarp();
     }
     probabilities(args.scale_log2, stage, lse);
@@ -312,9 +307,20 @@ struct BwdConsumer {
     if (thread == 0) ptx::mbarrier_arrive(bars.q_empty(stage));
   }
 
+  // The loop's own values stay in registers: a read of the task in it would wait behind the GEMMs.
+  __device__ void accumulate(const BwdTask<Tile>& task) {
+    const int full_begin = task.blocks.full_begin, full_end = task.blocks.full_end;
+    ptx::mbarrier_wait(BwdBarriers<Tile>{smem + Smem::kBarriers}.kv_full(), 0);
+#pragma unroll 1
+    for (BwdSteps<Tile> at(task); at.left > 0; at.next()) {
+      const bool masked = at.q_block < full_begin || at.q_block >= full_end;
+      step(task, at.q_block * kBlockQ, masked, uniform(at.stage), at.phase);
+    }
+  }
+
   // Through shared memory (the place of K or V), so that whole rows are stored.
   __device__ void store_out(float (&acc)[kOut], int tile, float scale, void* out, Stride stride,
-                            const BwdTask& task) {
+                            const BwdTask<Tile>& task) {
     const int row = warpgroup * 64 + warp() * 16 + lane() % 16;
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
@@ -344,144 +350,168 @@ struct BwdConsumer {
     }
   }
 
-  __device__ void run(const BwdTask& task) {
-    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
-    const Mask mask = task.mask;
+  __device__ void run(const BwdTask<Tile>& task) {
 #pragma unroll
     for (int i = 0; i < kOut; ++i) dk[i] = dv[i] = 0.0f;
 
-    if (task.num_steps() > 0) {
-      ptx::mbarrier_wait(bars.kv_full(), 0);
-      if (task.junk_behind_kv && task.kv0 + kBlockKV > mask.seqlen_kv) {
-        const int both = warpgroup * 128 + thread, first = mask.seqlen_kv - task.kv0;
-        zero_tail_rows<kBlockKV, kHeadDim, 256>(smem_ptr + Smem::kK, first, both);
-        zero_tail_rows<kBlockKV, kHeadDim, 256>(smem_ptr + Smem::kV, first, both);
-        ptx::fence_proxy_async_shared();
-        ptx::named_barrier_sync(kKvReady, 256);
-      }
-    }
-    int stage = 0;
-    uint32_t phase = 0;
-    for (int group = 0; group < task.group_size; ++group) {
-#pragma unroll 1
-      for (int i = 0; i < task.blocks.end - task.blocks.begin; ++i) {
-        const int q_block = task.q_block(i);
-        step(task, mask, q_block * kBlockQ, task.blocks.is_masked(q_block), stage, phase);
-        stage ^= 1;
-        phase ^= stage == 0;
-      }
-    }
-    ptx::named_barrier_sync(kKvReady, 256);  // both warpgroups are done with K and V
+    if (task.num_steps() > 0) accumulate(task);
+    ptx::named_barrier_sync(kKvDone, 256);
     const BwdParams& p = args.params;
     if (p.dv) store_out(dv, Smem::kV, 1.0f, p.dv, p.dv_stride, task);
     if (p.dk) store_out(dk, Smem::kK, p.fwd.softmax_scale, p.dk, p.dk_stride, task);
   }
 };
 
-// Warp 0 of the first warpgroup, one thread: K and V once, then Q, dO, lse and delta.
+// One thread: K and V.
 template <class Tile>
-__device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& maps,
-                                         const BwdTask& task, uint32_t smem) {
+__device__ __forceinline__ void bwd_load_kv(const BwdMaps& maps, const BwdTask<Tile>& task,
+                                            uint32_t smem) {
   using Smem = BwdSmem<Tile>;
   const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
-  constexpr int kPanels = Tile::kHeadDim / 64;
-  ptx::mbarrier_arrive_expect_tx(bars.kv_full(), 2 * Smem::kKvBytes);
+  const uint32_t k_bar = task.kv_has_tail() ? bars.tail_k() : bars.kv_full();
+  const uint32_t v_bar = task.kv_has_tail() ? bars.tail_v() : bars.kv_full();
+  ptx::mbarrier_arrive_expect_tx(k_bar, Smem::kKvBytes);
+  ptx::mbarrier_arrive_expect_tx(v_bar, Smem::kKvBytes);
 #pragma unroll
-  for (int p = 0; p < kPanels; ++p) {
-    const int offset = p * Tile::kBlockKV * 128;
-    ptx::tma_load_4d(smem + Smem::kK + offset, &maps.k, bars.kv_full(), p * 64,
-                     task.kv_row0 + task.kv0, task.kv_head, task.kv_batch, ptx::kEvictFirst);
-    ptx::tma_load_4d(smem + Smem::kV + offset, &maps.v, bars.kv_full(), p * 64,
-                     task.kv_row0 + task.kv0, task.kv_head, task.kv_batch, ptx::kEvictFirst);
+  for (int p = 0; p < Tile::kHeadDim / 64; ++p) {
+    const int offset = p * Tile::kBlockKV * 128, row = task.kv_row0 + task.kv0;
+    ptx::tma_load_4d(smem + Smem::kK + offset, &maps.k, k_bar, p * 64, row, task.kv_head,
+                     task.kv_batch, ptx::kEvictFirst);
+    ptx::tma_load_4d(smem + Smem::kV + offset, &maps.v, v_bar, p * 64, row, task.kv_head,
+                     task.kv_batch, ptx::kEvictFirst);
   }
+}
+
+// One thread: a block of Q or dO as an operand tile, and lse2 or -delta of its rows.
+template <class Tile>
+__device__ __forceinline__ void bwd_load_rows(const CUtensorMap& map, const float* row_values,
+                                              uint32_t tile, uint32_t values, uint32_t bar, int row,
+                                              int head, int batch) {
+  using Smem = BwdSmem<Tile>;
+  ptx::mbarrier_arrive_expect_tx(bar, Smem::kQBytes + Smem::kRowBytes);
+#pragma unroll
+  for (int p = 0; p < Tile::kHeadDim / 64; ++p) {
+    ptx::tma_load_4d(tile + p * Tile::kBlockQ * 128, &map, bar, p * 64, row, head, batch,
+                     ptx::kEvictLast);
+  }
+  ptx::bulk_load(values, row_values, Smem::kRowBytes, bar);
+}
+
+// Warp 0 of the first warpgroup, one thread: Q, dO, lse2 and delta of every step.
+template <class Tile>
+__device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& maps,
+                                         const BwdTask<Tile>& task, uint32_t smem) {
+  using Smem = BwdSmem<Tile>;
+  const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+  const int q_row0 = task.q_row0, batch = task.q_batch, head0 = task.first_q_head();
+  const int base = task.row_block_base, tail_q0 = task.first_tail_q0();
   ptx::griddep_wait();  // lse2 and delta come from the pre-pass
-  int stage = 0;
-  uint32_t phase = 1;  // the buffers start empty
-  for (int group = 0; group < task.group_size; ++group) {
-    const int head = task.q_head(group);
 #pragma unroll 1
-    for (int i = 0; i < task.blocks.end - task.blocks.begin; ++i) {
-      const int q_block = task.q_block(i), row = task.q_row0 + q_block * Tile::kBlockQ;
-      const int64_t work_row =
-          (head * args.work.row_blocks + task.row_block_base + q_block) * Tile::kBlockQ;
-      ptx::mbarrier_wait(bars.q_empty(stage), phase);
-      ptx::mbarrier_arrive_expect_tx(bars.q_full(stage), Smem::kQBytes + Smem::kRowBytes);
-#pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-        ptx::tma_load_4d(smem + Smem::kQ + stage * Smem::kQBytes + p * Tile::kBlockQ * 128, &maps.q,
-                         bars.q_full(stage), p * 64, row, head, task.q_batch, ptx::kEvictLast);
-      }
-      ptx::bulk_load(smem + Smem::kLse + stage * Smem::kRowBytes, args.work.lse2 + work_row,
-                     Smem::kRowBytes, bars.q_full(stage));
-      ptx::mbarrier_wait(bars.dout_empty(stage), phase);
-      ptx::mbarrier_arrive_expect_tx(bars.dout_full(stage), Smem::kQBytes + Smem::kRowBytes);
-#pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-        ptx::tma_load_4d(smem + Smem::kDout + stage * Smem::kQBytes + p * Tile::kBlockQ * 128,
-                         &maps.dout, bars.dout_full(stage), p * 64, row, head, task.q_batch,
-                         ptx::kEvictLast);
-      }
-      ptx::bulk_load(smem + Smem::kDelta + stage * Smem::kRowBytes, args.work.delta + work_row,
-                     Smem::kRowBytes, bars.dout_full(stage));
-      stage ^= 1;
-      phase ^= stage == 0;
-    }
+  for (BwdSteps<Tile> at(task); at.left > 0; at.next()) {
+    const int head = head0 + at.group, q0 = at.q_block * Tile::kBlockQ, stage = at.stage;
+    const int64_t work_row = (head * args.work.row_blocks + base + at.q_block) * Tile::kBlockQ;
+    const bool tail = q0 >= tail_q0;
+    ptx::mbarrier_wait(bars.q_empty(stage), at.phase ^ 1);  // the buffers start empty
+    bwd_load_rows<Tile>(maps.q, args.work.lse2 + work_row, smem + Smem::kQ + stage * Smem::kQBytes,
+                        smem + Smem::kLse + stage * Smem::kRowBytes,
+                        tail ? bars.tail_q(stage) : bars.q_full(stage), q_row0 + q0, head, batch);
+    ptx::mbarrier_wait(bars.dout_empty(stage), at.phase ^ 1);
+    bwd_load_rows<Tile>(
+        maps.dout, args.work.delta + work_row, smem + Smem::kDout + stage * Smem::kQBytes,
+        smem + Smem::kDelta + stage * Smem::kRowBytes,
+        tail ? bars.tail_dout(stage) : bars.dout_full(stage), q_row0 + q0, head, batch);
+  }
+}
+
+// Warp 3: zeroes the rows behind a sequence, which may hold anything, before the consumers look.
+template <class Tile>
+__device__ __forceinline__ void bwd_zero_tails(const BwdTask<Tile>& task, uint32_t smem,
+                                               uint8_t* smem_ptr) {
+  using Smem = BwdSmem<Tile>;
+  const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+  const int lane = threadIdx.x % 32;
+  auto hand_on = [&](uint32_t bar) {
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  };
+  if (task.kv_has_tail()) {
+    const int valid = task.mask.seqlen_kv - task.kv0;
+    ptx::mbarrier_wait(bars.tail_k(), 0);
+    zero_tail_rows<Tile::kBlockKV, Tile::kHeadDim, 32>(smem_ptr + Smem::kK, valid, lane);
+    hand_on(bars.kv_full());
+    ptx::mbarrier_wait(bars.tail_v(), 0);
+    zero_tail_rows<Tile::kBlockKV, Tile::kHeadDim, 32>(smem_ptr + Smem::kV, valid, lane);
+    hand_on(bars.kv_full());
+  }
+  uint32_t phases = 0;  // a bit a stage
+  const int tail_q0 = task.first_tail_q0(), seqlen_q = task.mask.seqlen_q;
+#pragma unroll 1
+  for (BwdSteps<Tile> at(task); at.left > 0; at.next()) {
+    const int stage = at.stage, q0 = at.q_block * Tile::kBlockQ;
+    if (q0 < tail_q0) continue;
+    ptx::mbarrier_wait(bars.tail_q(stage), phases >> stage & 1);
+    zero_tail_rows<Tile::kBlockQ, Tile::kHeadDim, 32>(smem_ptr + Smem::kQ + stage * Smem::kQBytes,
+                                                      seqlen_q - q0, lane);
+    hand_on(bars.q_full(stage));
+    ptx::mbarrier_wait(bars.tail_dout(stage), phases >> stage & 1);
+    zero_tail_rows<Tile::kBlockQ, Tile::kHeadDim, 32>(
+        smem_ptr + Smem::kDout + stage * Smem::kQBytes, seqlen_q - q0, lane);
+    hand_on(bars.dout_full(stage));
+    phases ^= 1u << stage;
   }
 }
 
 // Warps 1 and 2: each adds its warpgroup's half of every dQ block to the workspace.
 template <class Tile>
-__device__ __forceinline__ void bwd_reduce_dq(const BwdArgs& args, const BwdTask& task,
+__device__ __forceinline__ void bwd_reduce_dq(const BwdArgs& args, const BwdTask<Tile>& task,
                                               uint32_t smem, int half) {
   using Smem = BwdSmem<Tile>;
   constexpr int kHalf = Tile::kBlockQ * Tile::kHeadDim / 2;  // floats
   const bool leader = threadIdx.x % 32 == 0;
   const uint32_t staging = smem + Smem::kDq + half * (Smem::kDqBytes / 2);
+  const int head0 = task.first_q_head(), base = task.row_block_base;
   ptx::griddep_wait();  // the pre-pass zeroes the sums
-  for (int group = 0; group < task.group_size; ++group) {
+  ptx::named_barrier_arrive(kDqEmpty + half, 160);
 #pragma unroll 1
-    for (int i = 0; i < task.blocks.end - task.blocks.begin; ++i) {
-      const int q_block = task.q_block(i);
-      const int64_t block =
-          task.q_head(group) * args.work.row_blocks + task.row_block_base + q_block;
-      if (leader) ptx::bulk_wait_group_read<0>();
-      __syncwarp();
-      ptx::named_barrier_arrive(kDqEmpty + half, 160);
-      ptx::named_barrier_sync(kDqFull + half, 160);
-      if (leader) {
-        int* turn = args.work.dq_turn ? args.work.dq_turn + block * 2 + half : nullptr;
-        if (turn) wait_for_turn(turn, task.turn(q_block));
-        ptx::bulk_reduce_add_f32(args.work.dq + (block * 2 + half) * kHalf, staging, kHalf * 4,
-                                 ptx::kEvictLast);
-        ptx::bulk_commit_group();
-        if (turn) {
-          ptx::bulk_wait_group<0>();
-          pass_turn(turn, task.turn(q_block));
-        }
-      }
+  for (BwdSteps<Tile> at(task); at.left > 0; at.next()) {
+    ptx::named_barrier_sync(kDqFull + half, 160);
+    if (leader) {
+      const int64_t part =
+          2 * ((head0 + at.group) * args.work.row_blocks + base + at.q_block) + half;
+      if (args.work.dq_turn) wait_for_turn(args.work.dq_turn + part, task.turn(at.q_block));
+      ptx::bulk_reduce_add_f32(args.work.dq + part * kHalf, staging, kHalf * 4, ptx::kEvictLast);
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    // The consumers need not wait until the sums have arrived.
+    if (at.left > 1) ptx::named_barrier_arrive(kDqEmpty + half, 160);
+    if (leader && args.work.dq_turn) {
+      const int64_t part =
+          2 * ((head0 + at.group) * args.work.row_blocks + base + at.q_block) + half;
+      ptx::bulk_wait_group<0>();
+      pass_turn(args.work.dq_turn + part, task.turn(at.q_block));
     }
   }
-  if (leader) ptx::bulk_wait_group<0>();
 }
 
 template <class Tile, DType kDType>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdMaps maps, const __grid_constant__ BwdArgs args) {
   using Smem = BwdSmem<Tile>;
-  extern __shared__ uint8_t smem_raw[];
-  const uint32_t raw = ptx::smem_addr(smem_raw);
-  const uint32_t smem = (raw + 1023) & ~1023u;
-  uint8_t* const smem_ptr = smem_raw + (smem - raw);
-
-  const BwdTask task = bwd_task<Tile>(args, blockIdx.x);
-  if (task.kv0 >= task.kv_slot_end) return;  // a spare block of a packed batch
-
-  const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+  extern __shared__ __align__(1024) uint8_t smem_ptr[];
+  const uint32_t smem = ptx::smem_addr(smem_ptr);
+  BwdTask<Tile>& task = *reinterpret_cast<BwdTask<Tile>*>(smem_ptr + Smem::kTask);
   if (threadIdx.x == 0) {
-    bars.init();
+    task = bwd_task<Tile>(args, blockIdx.x);
+    BwdBarriers<Tile>{smem + Smem::kBarriers}.init();
     ptx::fence_mbarrier_init();
+    if (task.num_steps() > 0) bwd_load_kv<Tile>(maps, task, smem);
   }
   __syncthreads();
+  if (task.kv0 >= task.kv_slot_end) return;  // a spare block of a packed batch
+
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<24>();
@@ -491,6 +521,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         if (threadIdx.x == 0) bwd_load<Tile>(args, maps, task, smem);
       } else if (warp <= 2) {
         bwd_reduce_dq<Tile>(args, task, smem, warp - 1);
+      } else {
+        bwd_zero_tails<Tile>(task, smem, smem_ptr);
       }
     }
   } else {

@@ -40,6 +40,7 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   args.params = params;
   args.work.assign(params.workspace, params, Tile::kBlockQ, kHeadDim);
   args.scale_log2 = p.softmax_scale * 1.4426950408889634f;
+  args.masked_score = p.softmax_scale < 0.0f ? INFINITY : -INFINITY;
   args.kv_blocks = p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
                                   : ceil_div(p.seqlen_kv, Tile::kBlockKV);
   args.sections_of = p.cu_seqlens_k ? p.num_heads_kv : p.batch * p.num_heads_kv;
@@ -59,13 +60,13 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
                    p.dtype);
 
   const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
+  const dim3 main_grid(static_cast<unsigned>(args.kv_blocks) * args.sections_of);
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
-  if (params.wanted & (kWantDq | kWantDk | kWantDv)) {
+  if (params.dq || params.dk || params.dv) {
     static std::atomic<uint64_t> smem_allowed{0};
     auto* kernel = bwd_kernel<Tile, kDType>;
-    allow_dynamic_smem(kernel, Smem::kAllocation, smem_allowed);
-    LaunchShape shape{dim3(static_cast<unsigned>(args.kv_blocks) * args.sections_of),
-                      Tile::kThreads, Smem::kAllocation};
+    allow_dynamic_smem(kernel, Smem::kBytes, smem_allowed);
+    LaunchShape shape{main_grid, Tile::kThreads, Smem::kBytes};
     shape.after_dependency = true;
     launch_kernel(kernel, shape, stream, maps, args);
   }

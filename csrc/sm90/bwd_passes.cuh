@@ -100,19 +100,23 @@ __global__ void __launch_bounds__(kPassThreads)
       delta += __shfl_xor_sync(0xffffffff, delta, offset);
     }
     if (lane == 0) {
-      // A row without keys has lse -inf; with +inf its probabilities come out as 0, not NaN.
-      float lse2 = INFINITY;
+      // A row without keys has lse -inf; with +inf its probabilities come out as 0, not NaN. No
+      // gradient goes through it, whatever dlse says.
+      float lse2 = INFINITY, negative = 0.0f;
       if (valid) {
         const float lse =
             p.lse[s.q_batch * p.lse_batch_stride + head * p.lse_head_stride + s.q_row0 + row];
-        if (lse != -INFINITY) lse2 = lse * 1.4426950408889634f;
-        if (params.dlse) {
-          delta -= params.dlse[s.q_batch * params.dlse_batch_stride +
-                               head * params.dlse_head_stride + s.q_row0 + row];
+        if (lse != -INFINITY) {
+          lse2 = lse * 1.4426950408889634f;
+          negative = -delta;
+          if (params.dlse) {
+            negative += params.dlse[s.q_batch * params.dlse_batch_stride +
+                                    head * params.dlse_head_stride + s.q_row0 + row];
+          }
         }
       }
       args.work.lse2[work_row + r] = lse2;
-      args.work.delta[work_row + r] = valid ? -delta : 0.0f;
+      args.work.delta[work_row + r] = negative;
     }
   }
   float4* sums = reinterpret_cast<float4*>(args.work.dq + work_row * Tile::kHeadDim);

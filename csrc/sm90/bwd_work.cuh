@@ -20,6 +20,7 @@ struct BwdMaps {
 struct BwdArgs {
   BwdParams params;
   BwdWorkspace work;
+  float masked_score;     // becomes -inf by softmax_scale
   float scale_log2;       // softmax_scale * log2(e)
   int kv_blocks;          // of one KV head, over the whole batch
   int heads_per_section;  // (batch *) heads whose Q and dO share the L2 cache
@@ -34,11 +35,20 @@ struct BwdBarriers {
   __device__ uint32_t q_empty(int stage) const { return q_full(stage) + 8 * Tile::kStages; }
   __device__ uint32_t dout_full(int stage) const { return q_full(stage) + 16 * Tile::kStages; }
   __device__ uint32_t dout_empty(int stage) const { return q_full(stage) + 24 * Tile::kStages; }
-  // One arrival a warpgroup releases a stage: bar.sync on dS has gathered its warps by then.
+  // Loaded, but with rows behind a sequence that are still to be zeroed.
+  __device__ uint32_t tail_k() const { return q_full(0) + 32 * Tile::kStages; }
+  __device__ uint32_t tail_v() const { return tail_k() + 8; }
+  __device__ uint32_t tail_q(int stage) const { return tail_k() + 8 * (2 + stage); }
+  __device__ uint32_t tail_dout(int stage) const { return tail_q(stage) + 8 * Tile::kStages; }
+  static constexpr int kCount = 3 + 6 * Tile::kStages;
   __device__ void init() const {
-    ptx::mbarrier_init(kv_full(), 1);
+    ptx::mbarrier_init(kv_full(), 2);  // K and V
+    ptx::mbarrier_init(tail_k(), 1);
+    ptx::mbarrier_init(tail_v(), 1);
     for (int s = 0; s < Tile::kStages; ++s) {
       ptx::mbarrier_init(q_full(s), 1);
+      ptx::mbarrier_init(tail_q(s), 1);
+      ptx::mbarrier_init(tail_dout(s), 1);
       ptx::mbarrier_init(dout_full(s), 1);
       ptx::mbarrier_init(q_empty(s), Tile::kConsumerWarpgroups);
       ptx::mbarrier_init(dout_empty(s), Tile::kConsumerWarpgroups);
@@ -46,6 +56,7 @@ struct BwdBarriers {
   }
 };
 
+template <class Tile>
 struct BwdTask {
   Mask mask;
   BlockRange blocks;  // Q blocks to visit
@@ -53,20 +64,54 @@ struct BwdTask {
   int kv_row0, kv_batch, kv_head;
   int kv_slot_end;  // keys whose gradient is to be written
   int q_row0, q_batch;
-  int64_t row_block_base;              // of the sequence, in the workspace
+  int row_block_base;                  // of the sequence, in the workspace
   int group_size;                      // query heads of the KV head
   bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
   bool descending;                     // deterministic mode: last Q block first
-  int block_q, block_kv;
 
-  __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
-  __device__ int q_head(int group) const { return kv_head * group_size + group; }
-  __device__ int q_block(int i) const { return descending ? blocks.end - 1 - i : blocks.begin + i; }
+  __device__ int steps_per_head() const { return blocks.end - blocks.begin; }
+  __device__ int num_steps() const { return group_size * steps_per_head(); }
+  __device__ int first_q_head() const { return kv_head * group_size; }
+  __device__ int first_q_block() const { return descending ? blocks.end - 1 : blocks.begin; }
+  __device__ int q_block_stride() const { return descending ? -1 : 1; }
+  // From this row on a Q block reaches past the sequence, into rows that may hold anything.
+  __device__ int first_tail_q0() const {
+    return junk_behind_q ? mask.seqlen_q - Tile::kBlockQ + 1 : kUnbounded;
+  }
+  __device__ bool kv_has_tail() const {
+    return junk_behind_kv && kv0 + Tile::kBlockKV > mask.seqlen_kv;
+  }
   // How many KV blocks add to this block of dQ before this one: they go from low to high keys.
-  // All start at their last Q block, so that a block's predecessor is always a step ahead, and
-  // thread blocks with lower keys are launched first: what is waited for is running or done.
+  // All start at their last Q block, so that a block's predecessor is never behind, and thread
+  // blocks with lower keys are launched first: what is waited for is running or done.
   __device__ int turn(int q_block) const {
-    return kv0 / block_kv - mask.kv_blocks(q_block * block_q, block_q, block_kv).begin;
+    const int first_key = max_of(mask.kv_begin(q_block * Tile::kBlockQ), 0);
+    return kv0 / Tile::kBlockKV - first_key / Tile::kBlockKV;
+  }
+};
+
+// The Q blocks of a task in the order of its loop: those of one head after the other.
+template <class Tile>
+struct BwdSteps {
+  int first, stride, per_head, left, in_head = 0;
+  int q_block, group = 0, stage = 0;
+  uint32_t phase = 0;
+  __device__ explicit BwdSteps(const BwdTask<Tile>& task)
+      : first(task.first_q_block()),
+        stride(task.q_block_stride()),
+        per_head(task.steps_per_head()),
+        left(task.num_steps()),
+        q_block(first) {}
+  __device__ void next() {
+    --left;
+    q_block += stride;
+    if (++in_head == per_head) {
+      in_head = 0;
+      q_block = first;
+      ++group;
+    }
+    stage ^= 1;
+    phase ^= stage == 0;
   }
 };
 
@@ -87,7 +132,7 @@ __device__ __forceinline__ int sequence_of_block(const int* cu_seqlens, int batc
 }
 
 template <class Tile>
-__device__ __forceinline__ BwdTask bwd_task(const BwdArgs& args, int index) {
+__device__ __forceinline__ BwdTask<Tile> bwd_task(const BwdArgs& args, int index) {
   const FwdParams& p = args.params.fwd;
   // Sections of heads; inside one, KV blocks outer and heads inner, low keys first (the longest
   // rows under a causal mask).
@@ -98,7 +143,7 @@ __device__ __forceinline__ BwdTask bwd_task(const BwdArgs& args, int index) {
   int kv_block = rest / heads;
   const int bh = section * args.heads_per_section + rest - kv_block * heads;
 
-  BwdTask t;
+  BwdTask<Tile> t;
   int b;
   if (p.cu_seqlens_k) {
     t.kv_head = bh;
@@ -119,13 +164,11 @@ __device__ __forceinline__ BwdTask bwd_task(const BwdArgs& args, int index) {
   t.kv_slot_end = s.seqlen_kv_slot;
   t.q_row0 = s.q_row0;
   t.q_batch = s.q_batch;
-  t.row_block_base = row_block_base(p, b, Tile::kBlockQ);
+  t.row_block_base = static_cast<int>(row_block_base(p, b, Tile::kBlockQ));
   t.group_size = p.num_heads_q / p.num_heads_kv;
   t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
   t.junk_behind_kv = p.cu_seqlens_k || p.seqused_k;
   t.descending = args.params.deterministic;
-  t.block_q = Tile::kBlockQ;
-  t.block_kv = Tile::kBlockKV;
   return t;
 }
 

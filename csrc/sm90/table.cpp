@@ -1,5 +1,7 @@
 // The kernels of this folder, as dispatch sees them.
 #include "common/kernel_table.h"
+#include "sm90/bwd.h"
+#include "sm90/bwd_tile.h"
 #include "sm90/fwd.h"
 
 namespace flash_cuda::sm90 {
@@ -25,6 +27,29 @@ constexpr FwdKernel kFwd[] = {
     kHdim128<DType::kFloat16>,
 };
 
+template <DType kDType, int kHeadDim>
+constexpr BwdKernel bwd_row(const char* name) {
+  using Tile = BwdTile<kHeadDim>;
+  return {name,
+          90,
+          kDType,
+          kHeadDim,
+          kHeadDim,
+          Tile::kBlockQ,
+          Tile::kBlockKV,
+          Tile::kThreads,
+          refuse_bwd,
+          bwd_workspace_bytes<kHeadDim>,
+          launch_bwd<kDType, kHeadDim>};
+}
+
+constexpr BwdKernel kBwd[] = {
+    bwd_row<DType::kBFloat16, 64>("sm90_bwd_hdim64"),
+    bwd_row<DType::kFloat16, 64>("sm90_bwd_hdim64"),
+    bwd_row<DType::kBFloat16, 128>("sm90_bwd_hdim128"),
+    bwd_row<DType::kFloat16, 128>("sm90_bwd_hdim128"),
+};
+
 }  // namespace
 
 const KernelTable& kernel_table() {
@@ -32,6 +57,8 @@ const KernelTable& kernel_table() {
     KernelTable t;
     t.fwd = kFwd;
     t.num_fwd = sizeof(kFwd) / sizeof(kFwd[0]);
+    t.bwd = kBwd;
+    t.num_bwd = sizeof(kBwd) / sizeof(kBwd[0]);
     return t;
   }();
   return table;
