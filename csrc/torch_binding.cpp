@@ -39,6 +39,11 @@ namespace stable = torch::stable;
 using stable::Tensor;
 using stable::accelerator::DeviceGuard;
 
+// The C functions of torch report by a code; their own macro for it changed its name in 2.12.
+void check_torch(AOTITorchError code) {
+  if (code != AOTI_TORCH_SUCCESS) throw std::runtime_error("a call of torch's C API failed");
+}
+
 constexpr const char* kFwdSchema =
     "(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? alibi_slopes=None, "
     "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
@@ -132,13 +137,13 @@ TensorInfo describe(const char* name, const Tensor& tensor) {
   int32_t dtype = 0, device = 0, index = 0;
   void* data = nullptr;
   const AtenTensorHandle handle = tensor.get();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &ndim));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &index));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+  check_torch(aoti_torch_get_dim(handle, &ndim));
+  check_torch(aoti_torch_get_sizes(handle, &sizes));
+  check_torch(aoti_torch_get_strides(handle, &strides));
+  check_torch(aoti_torch_get_dtype(handle, &dtype));
+  check_torch(aoti_torch_get_device_type(handle, &device));
+  check_torch(aoti_torch_get_device_index(handle, &index));
+  check_torch(aoti_torch_get_data_ptr(handle, &data));
   info.data = data;
   info.sizes = sizes;
   info.strides = strides;
@@ -180,7 +185,7 @@ class ArgReader {
   const Tensor& tensor_of(const TensorInfo& info) const {
     for (const Tensor& tensor : tensors_) {
       int64_t* sizes = nullptr;
-      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+      check_torch(aoti_torch_get_sizes(tensor.get(), &sizes));
       if (sizes == info.sizes) return tensor;
     }
     throw std::logic_error("not an argument of this call");
@@ -216,8 +221,8 @@ class Buffer {
     const int32_t device = like.device == DeviceType::kCuda ? aoti_torch_device_type_cuda()
                                                             : aoti_torch_device_type_cpu();
     AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        ndim, sizes, strides.data(), code_of(type), device, like.device_index, &handle));
+    check_torch(aoti_torch_empty_strided(ndim, sizes, strides.data(), code_of(type), device,
+                                         like.device_index, &handle));
     handle_.reset(handle);
   }
   Buffer(std::initializer_list<int64_t> sizes, ScalarType type, const TensorInfo& like)
@@ -229,8 +234,7 @@ class Buffer {
     Buffer one({1}, type, like);
     const int64_t size = 0, stride = 1;
     AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch__reinterpret_tensor(one.handle_.get(), 1, &size, &stride, 0, &handle));
+    check_torch(aoti_torch__reinterpret_tensor(one.handle_.get(), 1, &size, &stride, 0, &handle));
     one.handle_.reset(handle);
     return one;
   }
@@ -238,13 +242,11 @@ class Buffer {
   template <class T = void>
   T* data() const {
     void* data = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle_.get(), &data));
+    check_torch(aoti_torch_get_data_ptr(handle_.get(), &data));
     return static_cast<T*>(data);
   }
-  void zero() { STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(handle_.get())); }
-  void fill(double value) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_fill__Scalar(handle_.get(), value));
-  }
+  void zero() { check_torch(aoti_torch_zero_(handle_.get())); }
+  void fill(double value) { check_torch(aoti_torch_aten_fill__Scalar(handle_.get(), value)); }
   StableIValue release() { return stable::detail::from(handle_.release()); }
 
  private:
@@ -267,7 +269,7 @@ cudaStream_t current_stream(int device_index) {
   }();
   if (get_stream == nullptr) throw std::runtime_error("this torch was built without CUDA");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get_stream(device_index, &stream));
+  check_torch(get_stream(device_index, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
