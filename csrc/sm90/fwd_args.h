@@ -31,11 +31,14 @@ struct RowMap {
   }
 };
 
+// K and V of a section of heads: well inside the L2 cache.
+constexpr double kSectionBytes = 32e6;
+
 struct FwdSchedule {
-  int num_tiles = 0;   // dense; packed tensors count on the device
-  int q_blocks = 0;    // of one sequence, dense
-  int section = 1;     // (batch, head) pairs whose K and V share the L2 cache
-  int counter = 0;     // index of the tile counter of this launch
+  int num_tiles = 0;  // packed q: an upper bound, the device counts
+  int q_blocks = 0;   // of one sequence, dense
+  int section = 1;    // (batch, head) pairs whose K and V share the L2 cache, dense
+  int counter = 0;    // index of the tile counter of this launch
   RowMap q_rows, kv_rows, out_rows;
 };
 

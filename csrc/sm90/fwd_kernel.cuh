@@ -1,11 +1,11 @@
 // Forward attention with TMA and wgmma (Hopper).
 //
 // A block computes Tile::kBlockQ rows of O at a time, 64 in each of its consumer warpgroups, and
-// stays on its SM for many such tiles. Warpgroup 0 is the producer: one warp draws tiles, one issues
-// the copies of Q, K and V. K and V go through rings of their own that run on across tiles, so the
-// next tile loads while the last one ends. KV blocks are visited from last to first: the masked end
-// comes first. S of the next block is computed while the softmax of this one waits for it, and
-// O += P V of the previous block runs under the softmax.
+// stays on its SM for many such tiles. Warpgroup 0 is the producer: one warp draws tiles, one
+// issues the copies of Q, K and V. K and V go through rings of their own that run on across tiles,
+// so the next tile loads while the last one ends. KV blocks are visited from last to first: the
+// masked end comes first. S of the next block is computed while the softmax of this one waits for
+// it, and O += P V of the previous block runs under the softmax.
 //
 // The softmax does not look for row maxima in blocks that need no mask. It subtracts the reference
 // that the row has, and checks the sums of the exponentials once a block; where they grew too large
@@ -24,16 +24,22 @@
 #include "ptx/tma.h"
 #include "ptx/wgmma.h"
 #include "sm90/fwd_args.h"
+#include "sm90/fwd_general.cuh"
 #include "sm90/fwd_scheduler.cuh"
 #include "sm90/fwd_softmax.cuh"
 #include "sm90/fwd_tile.h"
+#include "sm90/tile_counter.h"
 
 namespace flash_cuda::sm90 {
 
 // Numbered from 1; each has one barrier a consumer warpgroup.
-enum NamedBarrier : int { kStagingFree = 1, kStagingFull = 4, kTurn = 7 };
+enum NamedBarrier : int { kStagingFree = 1, kStagingFull = 5, kTurn = 9 };
 
 constexpr int kWorkSlots = 2;
+
+// Zero between launches; see tile_counter.h for who uses which.
+static __device__ int tile_counters[kTileCounters];
+__device__ __forceinline__ int* tile_counter(int index) { return &tile_counters[index]; }
 
 // Addresses of everything in shared memory.
 template <class Tile>
@@ -45,7 +51,8 @@ struct FwdSmem {
     return base + Tile::kSmemQ + warpgroup * Tile::kQSliceBytes;
   }
   __device__ __forceinline__ uint32_t out(int warpgroup) const {
-    return base + Tile::kSmemOut + warpgroup * Tile::kOutSliceBytes;
+    return Tile::has(kOutOverQ) ? q(warpgroup)
+                                : base + Tile::kSmemOut + warpgroup * Tile::kOutSliceBytes;
   }
   // The stage of the count-th block.
   __device__ __forceinline__ uint32_t k(uint32_t count) const {
@@ -69,9 +76,7 @@ struct FwdSmem {
   __device__ __forceinline__ uint32_t q_full(int warpgroup) const {
     return base + kQAt + 16 * warpgroup;
   }
-  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const {
-    return q_full(warpgroup) + 8;
-  }
+  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const { return q_full(warpgroup) + 8; }
 };
 
 template <class Tile>
@@ -89,28 +94,49 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
 
 // ---- producer
 
+template <class Tile>
+__device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, uint32_t tiles,
+                                        const FwdWork& work) {
+  const auto ring = smem.work_ring();
+  ring.wait_empty(tiles);
+  smem.work[ring.stage(tiles)] = work;
+  ptx::mbarrier_arrive(ring.full(tiles));
+}
+
+// The next index of this block; the last of all draws resets the counter.
+__device__ __forceinline__ int draw(const FwdArgs& args, int num_tiles) {
+  int* counter = tile_counter(args.schedule.counter);
+  const int drawn = atomicAdd(counter, 1);
+  if (drawn == num_tiles - 1) *counter = 0;
+  return drawn + gridDim.x;
+}
+
 // Draws tiles and publishes them; one thread.
 template <class Tile>
-__device__ __forceinline__ void schedule(const FwdSmem<Tile>& smem, const FwdArgs& args,
-                                         int* counter) {
-  const auto ring = smem.work_ring();
+__device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const FwdArgs& args) {
   const int num_tiles = args.schedule.num_tiles;
-  int index = blockIdx.x;
-  for (uint32_t tiles = 0;; ++tiles) {
-    ring.wait_empty(tiles);
-    FwdWork work;
-    if (index < num_tiles) {
-      work = dense_work(args.params, args.schedule, index);
-      const int drawn = atomicAdd(counter, 1);
-      if (drawn == num_tiles - 1) *counter = 0;  // every tile has been drawn
-      index = drawn + gridDim.x;
-    } else {
-      work.q_block = -1;
-    }
-    smem.work[ring.stage(tiles)] = work;
-    ptx::mbarrier_arrive(ring.full(tiles));
-    if (work.q_block < 0) return;
+  uint32_t tiles = 0;
+  for (int index = blockIdx.x; index < num_tiles; index = draw(args, num_tiles)) {
+    publish(smem, tiles++, dense_work(args.params, args.schedule, index));
   }
+  publish(smem, tiles, no_work());
+}
+
+// The same for packed sequences; one warp.
+template <class Tile>
+__device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const FwdArgs& args) {
+  PackedTiles packed{args.params, Tile::kBlockQ};
+  const int num_tiles = packed.count();
+  uint32_t tiles = 0;
+  for (int index = blockIdx.x; index < num_tiles; ++tiles) {
+    const FwdWork work = packed.find(index);
+    if (packed.lane() == 0) {
+      publish(smem, tiles, work);
+      index = draw(args, num_tiles);
+    }
+    index = __shfl_sync(~0u, index, 0);
+  }
+  if (packed.lane() == 0) publish(smem, tiles, no_work());
 }
 
 // Loads Q, K and V of every tile; one thread.
@@ -174,8 +200,8 @@ struct Loader {
       const BlockRange range =
           mask.kv_blocks(w.q_block * Tile::kBlockQ, Tile::kBlockQ, Tile::kBlockKV);
       const bool empty = range.end <= range.begin;
-      const MapRows kv = args.schedule.kv_rows.locate(
-          w.kv_row0, w.seqlen_kv, w.head / group, p.cache_batch_idx ? 0 : w.batch);
+      const MapRows kv = args.schedule.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group,
+                                                      p.cache_batch_idx ? 0 : w.batch);
       if (!empty) load_k(range.end - 1, kv);
       load_q(w.q_block * Tile::kBlockQ,
              args.schedule.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
@@ -214,9 +240,9 @@ struct Consumer {
   const FwdArgs& args;
   const int warpgroup, thread;  // thread: within the warpgroup
 
-  float s[kN / 2];                  // scores, then probabilities
+  float s[kN / 2];  // scores, then probabilities
   float o[Tile::kHeadDimV / 2];
-  uint32_t p[kStepsPV][4];          // probabilities as wgmma A fragments
+  uint32_t p[kStepsPV][4];  // probabilities as wgmma A fragments
   uint32_t q[Tile::has(kQInRegisters) ? kStepsQK : 1][4];
   SoftmaxRows rows;
   // Counted from the start of the kernel; stages and phases follow. O += P V takes the V block
@@ -233,7 +259,7 @@ struct Consumer {
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int warp_row() const { return thread / 32 * 16; }
   __device__ __forceinline__ float scale_log2() const {
-    return args.params.softmax_scale * 1.4426950408889634f;
+    return (Tile::has(kGeneral) ? 1.0f : args.params.softmax_scale) * 1.4426950408889634f;
   }
 
   __device__ __forceinline__ void pin_q() {
@@ -361,8 +387,8 @@ struct Consumer {
 #pragma unroll
       for (int k = 0; k < kStepsQK; ++k) {
         const int chunk = k % kStepsPanel * 2 + (lane() >> 4);
-        ptx::ldmatrix_x4(q[k], smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
-                                   swizzled(row, chunk));
+        ptx::ldmatrix_x4(
+            q[k], smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) + swizzled(row, chunk));
       }
       if constexpr (!Tile::has(kOutOverQ)) release_q();
     }
@@ -381,7 +407,8 @@ struct Consumer {
       __syncwarp();
       uint32_t a[4];
       load_q_fragment(k, a);
-      const int row = (lane() & 7) + (lane() >> 4) * 8;  // of two 8-key matrices, two halves of k each
+      const int row =
+          (lane() & 7) + (lane() >> 4) * 8;  // of two 8-key matrices, two halves of k each
       const uint32_t at = smem.k(blocks) + k / kStepsPanel * (kN * kPanelBytes) +
                           swizzled(row, k % kStepsPanel * 2 + ((lane() >> 3) & 1));
 #pragma unroll
@@ -417,9 +444,9 @@ struct Consumer {
                    : 0u;
       }
     } else {
-      ptx::ldmatrix_x4(a, smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
-                              swizzled(warp_row() + (lane() & 15),
-                                       k % kStepsPanel * 2 + (lane() >> 4)));
+      ptx::ldmatrix_x4(
+          a, smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
+                 swizzled(warp_row() + (lane() & 15), k % kStepsPanel * 2 + (lane() >> 4)));
     }
   }
 
@@ -428,11 +455,18 @@ struct Consumer {
   template <int kCols>
   __device__ __forceinline__ void exact_softmax(float (&scores)[kCols / 2], int kv_block,
                                                 bool masked, float (&rescale)[2]) {
+    const auto first_row = [this] {
+      return work().q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane() / 4;
+    };
+    const auto first_key = [this, kv_block] { return kv_block * kN + 2 * (lane() & 3); };
+    if constexpr (Tile::has(kGeneral)) {
+      const auto mod =
+          ScoreMod::make(args.params, work().batch, work().head, work().seqlen_q, work().seqlen_kv);
+      modify_scores(scores, mod, first_row(), first_key());
+    }
     if (masked) {
-      const int first_row =
-          work().q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane() / 4;
-      mask_scores(scores, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row,
-                  kv_block * kN + 2 * (lane() & 3));
+      mask_scores(scores, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row(),
+                  first_key());
     }
     softmax_exact(scores, scale_log2(), rows, rescale);
   }
@@ -451,8 +485,7 @@ struct Consumer {
 
 template <class Tile, DType kDType>
 template <bool kExact, bool kHalfPV>
-__device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_block,
-                                                                      bool masked) {
+__device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_block, bool masked) {
   wait_k();
   take_turn();
   issue_qk<kN>(s);
@@ -528,32 +561,34 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::first_block(int kv_block
   take_turn();
   rows.reset();
   float unused[2];
-  if (Tile::has(kHalfDiagonal) && half) {
-    // Into registers of their own: a GEMM into a part of s would keep the rest alive.
-    float left[kN / 4];
-    issue_qk<kN / 2>(left);
-    pass_turn();
-    ptx::wgmma_wait_group<0>();
-    ptx::pin(left);
-    release_k();
-    exact_softmax<kN / 2>(left, kv_block, masked, unused);
-    convert_p<kN / 2>(left);
-  } else {
-    issue_qk<kN>(s);
-    pass_turn();
-    ptx::wgmma_wait_group<0>();
-    ptx::pin(s);
-    release_k();
-    exact_softmax<kN>(s, kv_block, masked, unused);
-    convert_p<kN>(s);
+  if constexpr (Tile::has(kHalfDiagonal)) {
+    if (half) {
+      // Into registers of their own: a GEMM into a part of s would keep the rest alive.
+      float left[kN / 4];
+      issue_qk<kN / 2>(left);
+      pass_turn();
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(left);
+      release_k();
+      exact_softmax<kN / 2>(left, kv_block, masked, unused);
+      convert_p<kN / 2>(left);
+      ++blocks;
+      return;
+    }
   }
+  issue_qk<kN>(s);
+  pass_turn();
+  ptx::wgmma_wait_group<0>();
+  ptx::pin(s);
+  release_k();
+  exact_softmax<kN>(s, kv_block, masked, unused);
+  convert_p<kN>(s);
   ++blocks;
 }
 
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::run_tile() {
-  const Mask mask = Mask::make(args.params, uniform(work().seqlen_q),
-                               uniform(work().seqlen_kv));
+  const Mask mask = Mask::make(args.params, uniform(work().seqlen_q), uniform(work().seqlen_kv));
   const int q0 = uniform(work().q_block) * Tile::kBlockQ;
   const int own_q0 = q0 + 64 * warpgroup;
   BlockRange range = mask.kv_blocks(q0, Tile::kBlockQ, kN);
@@ -573,7 +608,8 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run_tile() {
   // Exact blocks come first: down to where every row has seen a key, and has a reference.
   const int q_first = Tile::has(kTrimBlocks) ? own_q0 : q0;
   int exact_begin = min(range.full_end, ceil_div(mask.kv_end(q_first), kN) - 1);
-  exact_begin = args.params.strict ? range.begin : max(exact_begin, range.begin);
+  const bool all_exact = Tile::has(kGeneral) || args.params.strict;
+  exact_begin = all_exact ? range.begin : max(exact_begin, range.begin);
 
   if constexpr (Tile::has(kTrimBlocks)) {
     // The last of them keeps its V until this warpgroup has issued its own first S.
@@ -608,9 +644,11 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run_tile() {
       consume_block<true, false>(kv_block, range.is_masked(kv_block));
     }
     if (kv_block < range.begin) break;
+    if constexpr (!Tile::has(kGeneral)) {
 #pragma unroll 1
-    for (; kv_block >= range.full_begin; --kv_block) {
-      consume_block<false, false>(kv_block, false);
+      for (; kv_block >= range.full_begin; --kv_block) {
+        consume_block<false, false>(kv_block, false);
+      }
     }
   }
   if constexpr (!Tile::has(kQInRegisters) && !Tile::has(kOutOverQ)) release_q();

@@ -55,11 +55,10 @@ inline CUtensorMap tensor_map(const MapSource& t, const RowMap& rows, int box_co
 
 // (batch, head) pairs whose K and V together stay well inside the L2 cache, whole groups.
 inline int heads_section(const FwdParams& p) {
-  constexpr double kBytes = 32e6;
   const double kv_head = double(p.seqlen_kv) * (p.head_dim + p.head_dim_v) * 2;
   const int kv_pairs = p.batch * p.num_heads_kv;
   int section = 1;
-  while (section * 2 * kv_head <= kBytes && section < kv_pairs) section *= 2;
+  while (section * 2 * kv_head <= kSectionBytes && section < kv_pairs) section *= 2;
   return min_of(section, kv_pairs) * (p.num_heads_q / p.num_heads_kv);
 }
 
@@ -85,7 +84,10 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
   args.out_map = tensor_map(out, s.out_rows, Tile::kPanelCols, 64, p.dtype);
 
   s.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
-  s.num_tiles = s.q_blocks * p.batch * p.num_heads_q;
+  // Packed: every sequence, and the rows behind them, may end in a partial tile.
+  const int64_t blocks_q =
+      packed_q ? p.total_q / Tile::kBlockQ + p.batch + 1 : int64_t(s.q_blocks) * p.batch;
+  s.num_tiles = static_cast<int>(blocks_q * p.num_heads_q);
   s.section = heads_section(p);
   s.counter = tile_counter_index(stream);
   return args;

@@ -33,9 +33,10 @@ const char* refuse_layout(const FwdParams& p) {
   if (!map_serves(p.k, p.k_stride, !packed_kv, rows_kv, p.num_heads_kv, p.batch)) return kText;
   if (!map_serves(p.v, p.v_stride, !packed_kv, rows_kv, p.num_heads_kv, p.batch)) return kText;
   if (!map_serves(p.out, p.out_stride, !packed_q, rows_q, p.num_heads_q, p.batch)) return kText;
-  const bool counts = (!p.seqused_q || packed_q || rows_count_through(p.q_stride, p.batch)) &&
-                      (!p.seqused_k || packed_kv || (rows_count_through(p.k_stride, p.batch) &&
-                                                     rows_count_through(p.v_stride, p.batch)));
+  const bool counts =
+      (!p.seqused_q || packed_q || rows_count_through(p.q_stride, p.batch)) &&
+      (!p.seqused_k || packed_kv ||
+       (rows_count_through(p.k_stride, p.batch) && rows_count_through(p.v_stride, p.batch)));
   if (!counts) return "used lengths with a batch stride that is no multiple of the row stride";
   // Rows, their sums and tile numbers are 32-bit on the device.
   constexpr int64_t kMaxRows = int64_t(1) << 29;
@@ -52,13 +53,7 @@ const char* refuse_fwd(const FwdParams& p) {
   if (p.block_table) return "paged caches are served by sm80";
   if (p.cache_batch_idx) return "cache_batch_idx is served by sm80";
   if (p.leftpad_k) return "leftpad_k is served by sm80";
-  if (p.softcap != 0.0f) return "softcap is served by sm80";
-  if (p.alibi_slopes) return "alibi_slopes is served by sm80";
-  if (p.bias) return "bias is served by sm80";
-  if (p.sink) return "sink is served by sm80";
-  if (!(p.softmax_scale > 0.0f)) return "a softmax_scale that is not positive is served by sm80";
   if (p.num_splits > 1 || p.out_partial) return "split-KV is served by the decode kernels";
-  if (p.cu_seqlens_q || p.cu_seqlens_k) return "packed sequences are served by sm80";
   return refuse_layout(p);
 }
 

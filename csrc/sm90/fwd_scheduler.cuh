@@ -10,21 +10,25 @@
 
 namespace flash_cuda::sm90 {
 
-// Tile `index` of a dense problem: sections of (batch, head) pairs, inside one the Q blocks from
-// the last (which sees most keys under a causal mask) to the first, heads fastest.
-FLASH_CUDA_HOST_DEVICE FwdWork dense_work(const FwdParams& p, const FwdSchedule& s, int index) {
-  const int pairs = p.batch * p.num_heads_q;
-  const int section_tiles = s.section * s.q_blocks;
-  const int section = index / section_tiles;
-  const int rest = index - section * section_tiles;
-  const int width = min_of(s.section, pairs - section * s.section);
-  const int block = rest / width;
-  const int pair = section * s.section + rest - block * width;
+// Tile `index` of `pairs` (batch, head) pairs with `q_blocks` tiles each: sections of pairs, inside
+// one the Q blocks from the last (which sees most keys under a causal mask) to the first, pairs
+// fastest.
+struct TilePlace {
+  int q_block, pair;
+  FLASH_CUDA_HOST_DEVICE static TilePlace find(int index, int pairs, int q_blocks, int section) {
+    const int section_index = index / (section * q_blocks);
+    const int rest = index - section_index * section * q_blocks;
+    const int width = min_of(section, pairs - section_index * section);
+    const int block = rest / width;
+    return {q_blocks - 1 - block, section_index * section + rest - block * width};
+  }
+};
+
+FLASH_CUDA_HOST_DEVICE FwdWork make_work(const SeqInfo& info, int batch, int head, int q_block) {
   FwdWork w;
-  w.q_block = s.q_blocks - 1 - block;
-  w.batch = pair / p.num_heads_q;
-  w.head = pair - w.batch * p.num_heads_q;
-  const SeqInfo info = seq_info(p, w.batch);
+  w.q_block = q_block;
+  w.batch = batch;
+  w.head = head;
   w.q_row0 = info.q_row0;
   w.seqlen_q = info.seqlen_q;
   w.seqlen_q_slot = info.seqlen_q_slot;
@@ -32,5 +36,82 @@ FLASH_CUDA_HOST_DEVICE FwdWork dense_work(const FwdParams& p, const FwdSchedule&
   w.kv_row0 = info.kv_row0;
   return w;
 }
+
+FLASH_CUDA_HOST_DEVICE FwdWork no_work() {
+  FwdWork w{};
+  w.q_block = -1;
+  return w;
+}
+
+// Tile `index` where every sequence has a slot of the same length.
+FLASH_CUDA_HOST_DEVICE FwdWork dense_work(const FwdParams& p, const FwdSchedule& s, int index) {
+  const TilePlace place = TilePlace::find(index, p.batch * p.num_heads_q, s.q_blocks, s.section);
+  const int batch = place.pair / p.num_heads_q;
+  return make_work(seq_info(p, batch), batch, place.pair - batch * p.num_heads_q, place.q_block);
+}
+
+// Tiles of packed sequences, one sequence after the other. Lengths are on the device, so the warp
+// counts the tiles itself, a sequence a lane. The rows behind the last sequence are one more
+// sequence, without keys.
+struct PackedTiles {
+  const FwdParams& p;
+  const int block_q;
+  int group = 0;  // first of the 32 sequences in the lanes
+  int tiles = 0;  // of this lane's sequence
+  int upto = 0;   // of all sequences up to this lane's
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ SeqInfo info(int batch) const {
+    if (batch < p.batch) return seq_info(p, batch);
+    SeqInfo rest{};
+    rest.q_row0 = p.cu_seqlens_q[p.batch];
+    rest.seqlen_q_slot = max_of(static_cast<int>(p.total_q) - rest.q_row0, 0);
+    return rest;
+  }
+  // `before`: tiles of the sequences before the group.
+  __device__ __forceinline__ void load_group(int before) {
+    const int batch = group + lane();
+    tiles = batch > p.batch ? 0 : ceil_div(info(batch).seqlen_q_slot, block_q) * p.num_heads_q;
+    upto = tiles;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, upto, d);
+      if (lane() >= d) upto += other;
+    }
+    upto += before;
+  }
+  __device__ __forceinline__ int group_end() const { return __shfl_sync(~0u, upto, 31); }
+
+  // All tiles; stands at the first group afterwards.
+  __device__ __forceinline__ int count() {
+    int sum = 0;
+    for (group = p.batch / 32 * 32;; group -= 32) {
+      load_group(0);
+      sum += group_end();
+      if (group == 0) return sum;
+    }
+  }
+
+  // Tile `index`; indices never fall, and are below count().
+  __device__ __forceinline__ FwdWork find(int index) {
+    for (int end = group_end(); index >= end; end = group_end()) {
+      group += 32;
+      load_group(end);
+    }
+    const int source = __popc(__ballot_sync(~0u, index >= upto));
+    const int first = __shfl_sync(~0u, upto - tiles, source);
+    const SeqInfo seq = info(group + source);
+    const TilePlace place = TilePlace::find(
+        index - first, p.num_heads_q, ceil_div(seq.seqlen_q_slot, block_q), section(seq.seqlen_kv));
+    return make_work(seq, min_of(group + source, p.batch - 1), place.pair, place.q_block);
+  }
+
+  // Heads whose K and V stay in the L2 cache; see heads_section in fwd_launch.cuh.
+  __device__ __forceinline__ int section(int seqlen_kv) const {
+    const float bytes = 2.0f * float(max_of(seqlen_kv, 1)) * float(p.head_dim + p.head_dim_v);
+    const int heads = min_of(static_cast<int>(kSectionBytes / bytes), p.num_heads_kv);
+    return max_of(heads, 1) * (p.num_heads_q / p.num_heads_kv);
+  }
+};
 
 }  // namespace flash_cuda::sm90

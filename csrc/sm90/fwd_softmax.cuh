@@ -103,6 +103,25 @@ __device__ __forceinline__ void softmax_exact(float (&s)[kN], float scale, Softm
   rows.sum[1] = fmaf(rows.sum[1], rescale[1], sum1);
 }
 
+// What a row's sum says at the end: what to multiply O with, and the natural log of the sum.
+struct RowEnd {
+  float factor, lse;
+};
+
+// The sink is one more logit, without a value.
+__device__ __forceinline__ RowEnd row_end(float reference, float sum, float sink) {
+  constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.4426950408889634f;
+  if (sink == -INFINITY) {
+    return {sum == 0.f ? 0.f : __fdividef(1.f, sum),
+            sum == 0.f ? -INFINITY : (reference + ptx::lg2(sum)) * kLn2};
+  }
+  if (sum == 0.f) return {0.f, sink};
+  const float log2_keys = reference + ptx::lg2(sum), log2_sink = sink * kLog2e;
+  const float larger = fmaxf(log2_keys, log2_sink);
+  const float share = ptx::ex2(log2_keys - larger), total = share + ptx::ex2(log2_sink - larger);
+  return {__fdividef(share, total) * __fdividef(1.f, sum), (larger + ptx::lg2(total)) * kLn2};
+}
+
 template <int kN>
 __device__ __forceinline__ void scale_rows(float (&d)[kN], float factor0, float factor1) {
 #pragma unroll

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "sm90/fwd_kernel.cuh"
-#include "sm90/tile_counter.h"
 
 namespace flash_cuda::sm90 {
 
@@ -12,16 +11,18 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile() {
   const FwdWork& work = this->work();
   const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
   const int first_row = own_q0 + warp_row() + lane() / 4;
+  const float sink = prm.sink ? prm.sink[work.head] : -INFINITY;
   float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + 8 * r;
-    const float sum = row >= work.seqlen_q ? 0.f : rows.sum[r];
-    inverse[r] = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+    const bool used = row < work.seqlen_q;
+    const RowEnd end = row_end(rows.reference[r], used ? rows.sum[r] : 0.f, sink);
+    inverse[r] = end.factor;
     if ((lane() & 3) == 0 && row < work.seqlen_q_slot) {
       float* lse = prm.lse + work.batch * prm.lse_batch_stride + work.head * prm.lse_head_stride +
                    work.q_row0;
-      lse[row] = sum > 0.f ? (rows.reference[r] + ptx::lg2(sum)) * 0.69314718055994531f : -INFINITY;
+      lse[row] = used ? end.lse : -INFINITY;
     }
   }
   // The previous tile's copy has read the staging memory.
@@ -45,8 +46,8 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile() {
   ptx::fence_proxy_async_shared();
   ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
   if (thread == 0) {
-    const MapRows at = args.schedule.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head,
-                                                     work.batch);
+    const MapRows at =
+        args.schedule.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
       ptx::tma_store_4d(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
@@ -66,8 +67,14 @@ template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::store_empty() {
   const FwdParams& prm = args.params;
   const FwdWork& work = this->work();
+  // Every warp sees every phase of Q's barrier, before it is released.
   ptx::mbarrier_wait(smem.q_full(warpgroup), tiles % 2);
-  if (!Tile::has(kOutOverQ) || thread == 0) release_q();
+  if constexpr (Tile::has(kOutOverQ)) {
+    ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
+    if (thread == 0) ptx::mbarrier_arrive(smem.q_empty(warpgroup));
+  } else {
+    release_q();
+  }
   const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
   const int num_rows = min(64, work.seqlen_q_slot - own_q0);
   const int chunks = prm.head_dim_v / 8;
@@ -77,7 +84,9 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_empty() {
   for (int i = thread; i < num_rows * chunks; i += 128) {
     const int64_t row = work.q_row0 + own_q0 + i / chunks;
     *reinterpret_cast<uint4*>(out + row * prm.out_stride.row + i % chunks * 8) = uint4{};
-    if (i % chunks == 0) lse[row] = -INFINITY;
+    if (i % chunks == 0) {
+      lse[row] = prm.sink && own_q0 + i / chunks < work.seqlen_q ? prm.sink[work.head] : -INFINITY;
+    }
   }
 }
 
@@ -99,10 +108,6 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run() {
   if (thread == 0) ptx::bulk_wait_group<0>();
 }
 
-// Zero between launches; see tile_counter.h for who uses which.
-
-static __device__ int tile_counters[kTileCounters];
-
 template <class Tile, DType kDType>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs args) {
@@ -120,8 +125,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       ptx::tma_prefetch_map(&args.v_map);
       ptx::tma_prefetch_map(&args.out_map);
       Loader<Tile>{smem, args}.run();
-    } else if (threadIdx.x == 32) {
-      schedule(smem, args, &tile_counters[args.schedule.counter]);
+    } else if (threadIdx.x / 32 == 1) {
+      const bool packed = args.params.cu_seqlens_q;
+      if (Tile::kServesPacked && packed) {
+        if constexpr (Tile::kServesPacked) schedule_packed(smem, args);
+      } else if (threadIdx.x == 32) {
+        schedule_dense(smem, args);
+      }
     }
   } else {
     ptx::setmaxnreg_inc<Tile::kRegistersConsumer>();

@@ -9,12 +9,12 @@ namespace flash_cuda::sm90 {
 
 // Options of a tile. Which shapes use which: fwd_launch.cuh and docs/tuning.md.
 enum FwdOption : unsigned {
-  kQInRegisters = 1,    // Q fragments are read once a tile; its shared memory is free early
-  kOutOverQ = 2,        // O is staged in Q's shared memory, where there is no room for both
-  kTrimBlocks = 4,      // every warpgroup walks its own KV range, not the block's
-  kHalfDiagonal = 8,    // half-width GEMMs where a warpgroup sees half of its first KV block
-  kPingPong = 16,       // warpgroups take turns at issuing GEMMs
-  kPairMulticast = 32,  // two blocks of a cluster share K and V
+  kQInRegisters = 1,  // Q fragments are read once a tile; its shared memory is free early
+  kOutOverQ = 2,      // O is staged in Q's shared memory, where there is no room for both
+  kTrimBlocks = 4,    // every warpgroup walks its own KV range, not the block's
+  kHalfDiagonal = 8,  // half-width GEMMs where a warpgroup sees half of its first KV block
+  kPingPong = 16,     // warpgroups take turns at issuing GEMMs
+  kGeneral = 32,      // softcap, ALiBi, bias, any softmax_scale; every block by the exact path
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
@@ -33,9 +33,15 @@ struct FwdTile {
 
   static constexpr int kBlockQ = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
-  // The budgets add up to what a block of kThreads owns at entry (504 or 512 a lane of four warps).
-  static constexpr int kRegistersConsumer = kWarpgroups == 2 ? 232 : 160;
+  // Registers at entry are the SM's divided by the block's threads, in eights; what the producer
+  // gives up goes to the consumers.
+  static constexpr int kRegistersEntry = 65536 / kThreads / 8 * 8;
   static constexpr int kRegistersProducer = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kRegistersConsumer =
+      min_of((kRegistersEntry * (1 + kWarpgroups) - kRegistersProducer) / kWarpgroups / 8 * 8, 240);
+
+  // Counting packed tiles takes more registers than the producer has beside three warpgroups.
+  static constexpr bool kServesPacked = kRegistersProducer >= 40;
 
   // A row of a panel is one swizzle width: 64 columns, or 32 where 64 does not divide the head dim.
   static constexpr int kPanelBytes = kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 ? 128 : 64;
@@ -50,9 +56,9 @@ struct FwdTile {
 
   // Offsets from a base aligned to 1024 bytes.
   static constexpr int kSmemQ = 0;
-  static constexpr int kSmemOut = has(kOutOverQ) ? 0 : kQSliceBytes * kWarpgroups;
-  static constexpr int kSmemK = kQSliceBytes * kWarpgroups +
-                                (has(kOutOverQ) ? 0 : kOutSliceBytes * kWarpgroups);
+  static constexpr int kSmemOut = kQSliceBytes * kWarpgroups;
+  static constexpr int kSmemK =
+      kQSliceBytes * kWarpgroups + (has(kOutOverQ) ? 0 : kOutSliceBytes * kWarpgroups);
   static constexpr int kSmemV = kSmemK + kStages * kStageBytesK;
   static constexpr int kSmemBarriers = kSmemV + kStages * kStageBytesV;
   static constexpr int kBarrierBytes = 512;

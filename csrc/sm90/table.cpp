@@ -11,20 +11,37 @@ size_t no_workspace(const FwdParams&) { return 0; }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 constexpr FwdKernel fwd_row(const char* name, int block_q, int block_kv, int threads) {
-  return {name,    90,      kDType,     kHeadDim,     kHeadDimV,
-          block_q, block_kv, threads, refuse_fwd, no_workspace, launch_fwd<kDType, kHeadDim, kHeadDimV>};
+  return {name,
+          90,
+          kDType,
+          kHeadDim,
+          kHeadDimV,
+          block_q,
+          block_kv,
+          threads,
+          refuse_fwd,
+          no_workspace,
+          launch_fwd<kDType, kHeadDim, kHeadDimV>};
 }
 
 template <DType kDType>
 constexpr FwdKernel kHdim64 = fwd_row<kDType, 64, 64>("sm90_fwd_hdim64", 192, 128, 512);
 template <DType kDType>
+constexpr FwdKernel kHdim96 = fwd_row<kDType, 96, 96>("sm90_fwd_hdim96", 128, 128, 384);
+template <DType kDType>
 constexpr FwdKernel kHdim128 = fwd_row<kDType, 128, 128>("sm90_fwd_hdim128", 128, 128, 384);
+template <DType kDType>
+constexpr FwdKernel kHdim192V128 = fwd_row<kDType, 192, 128>("sm90_fwd_hdim192_128", 128, 128, 384);
+template <DType kDType>
+constexpr FwdKernel kHdim192 = fwd_row<kDType, 192, 192>("sm90_fwd_hdim192", 128, 112, 384);
+template <DType kDType>
+constexpr FwdKernel kHdim256 = fwd_row<kDType, 256, 256>("sm90_fwd_hdim256", 128, 80, 384);
 
 constexpr FwdKernel kFwd[] = {
-    kHdim64<DType::kBFloat16>,
-    kHdim64<DType::kFloat16>,
-    kHdim128<DType::kBFloat16>,
-    kHdim128<DType::kFloat16>,
+    kHdim64<DType::kBFloat16>,      kHdim64<DType::kFloat16>,      kHdim96<DType::kBFloat16>,
+    kHdim96<DType::kFloat16>,       kHdim128<DType::kBFloat16>,    kHdim128<DType::kFloat16>,
+    kHdim192V128<DType::kBFloat16>, kHdim192V128<DType::kFloat16>, kHdim192<DType::kBFloat16>,
+    kHdim192<DType::kFloat16>,      kHdim256<DType::kBFloat16>,    kHdim256<DType::kFloat16>,
 };
 
 template <DType kDType, int kHeadDim>

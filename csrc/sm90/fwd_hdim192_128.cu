@@ -1,0 +1,8 @@
+#include "sm90/fwd_variants.cuh"
+
+namespace flash_cuda::sm90 {
+
+template void launch_fwd<DType::kBFloat16, 192, 128>(const FwdParams&, cudaStream_t);
+template void launch_fwd<DType::kFloat16, 192, 128>(const FwdParams&, cudaStream_t);
+
+}  // namespace flash_cuda::sm90

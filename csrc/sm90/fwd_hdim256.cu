@@ -1,0 +1,10 @@
+#include "sm90/fwd_variants.cuh"
+
+// build: spills allowed in fwd_kernel up to 16 bytes: loop bounds, outside the main loop
+
+namespace flash_cuda::sm90 {
+
+template void launch_fwd<DType::kBFloat16, 256, 256>(const FwdParams&, cudaStream_t);
+template void launch_fwd<DType::kFloat16, 256, 256>(const FwdParams&, cudaStream_t);
+
+}  // namespace flash_cuda::sm90
