@@ -18,23 +18,24 @@ flash_cuda = pytest.importorskip("flash_cuda")
 
 RUNS = ("policy=random,seed=1,race=1", "policy=eager,seed=1,race=0", "policy=lazy,seed=1,race=0",
         "policy=random,seed=2,race=0")
-# A barrier or fence can be redundant without being wrong; the others must be caught everywhere.
-MAY_SURVIVE = ("bar_sync", "syncwarp", "thread_fence")
+# Wrong wherever it is planted. Of the other kinds a site may be redundant on this shape (a fence
+# after a fence, the release of a stage that nobody fills again), but most are not.
+ALWAYS_WRONG = ("parity", "bytes", "wgmma_wait", "bulk_wait", "cp_wait", "proxy_fence", "init_fence")
 
 
 class Case:
-    """A causal forward call with ragged lengths, several tiles a block."""
+    """A causal forward call with ragged lengths, and one SM: a block reuses its buffers."""
 
     def __init__(self, arch: str) -> None:
         torch.manual_seed(0)
         self.arch = arch
-        self.q, self.k, self.v = inputs((300, 333), 64)
+        self.q, self.k, self.v = inputs((300, 500), 64)
         wide = [x.repeat_interleave(2, 2) for x in (self.k, self.v)]
         self.expected = reference(self.q, *wide, True)
 
     def run(self, settings: str) -> str:
         """ "" if nothing is noticed, else the first line of what is."""
-        emulator.configure(self.arch, settings + ",sms=2")
+        emulator.configure(self.arch, settings + ",sms=1")
         try:
             with flash_cuda.use_kernel(f"emulated:{self.arch}"):
                 out = flash_cuda.attention(self.q, self.k, self.v, causal=True)
@@ -58,8 +59,8 @@ def test_every_site(arch: str) -> None:
                 survivors.append(site)
         kinds = sorted({s.split(":")[0] for s in sites})
         print(f"{arch}: {len(sites)} mistakes of kinds {', '.join(kinds)}; not noticed: {survivors}")
-        wrong = [s for s in survivors if s.split(":")[0] not in MAY_SURVIVE]
-        assert not wrong
+        assert not [s for s in survivors if s.split(":")[0] in ALWAYS_WRONG], survivors
+        assert len(survivors) <= len(sites) // 4, survivors
         for run in RUNS:
             assert case.run(f"{run},plant=nothing") == ""
     finally:
