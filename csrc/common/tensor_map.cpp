@@ -24,9 +24,12 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
 
 CUtensorMapSwizzle swizzle_of(int bytes) {
   switch (bytes) {
-    case 128: return CU_TENSOR_MAP_SWIZZLE_128B;
-    case 64: return CU_TENSOR_MAP_SWIZZLE_64B;
-    default: return CU_TENSOR_MAP_SWIZZLE_32B;
+    case 128:
+      return CU_TENSOR_MAP_SWIZZLE_128B;
+    case 64:
+      return CU_TENSOR_MAP_SWIZZLE_64B;
+    default:
+      return CU_TENSOR_MAP_SWIZZLE_32B;
   }
 }
 
@@ -49,10 +52,16 @@ CUtensorMap make_tensor_map(const TensorMapShape& shape, DType dtype) {
   const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, type, 4, const_cast<void*>(shape.base), dims, strides, box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape.swizzle_bytes),
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto try_encode = [&] {
+    return encode(&map, type, 4, const_cast<void*>(shape.base), dims, strides, box, element_strides,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape.swizzle_bytes),
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = try_encode();
+  // A thread that has not called the runtime yet (autograd's, say) has no context: bind it.
+  if (result == CUDA_ERROR_INVALID_CONTEXT && cudaFree(nullptr) == cudaSuccess) {
+    result = try_encode();
+  }
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled failed with CUresult " +
                              std::to_string(static_cast<int>(result)));
