@@ -14,6 +14,7 @@ enum FwdOption : unsigned {
   kTrimBlocks = 4,    // every warpgroup walks its own KV range, not the block's
   kHalfDiagonal = 8,  // half-width GEMMs where a warpgroup sees half of its first KV block
   kPingPong = 16,     // warpgroups take turns at issuing GEMMs
+  kStayExact = 64,    // after a repair a warp computes row maxima for the rest of the tile
   kGeneral = 32,      // softcap, ALiBi, bias, any softmax_scale; every block by the exact path
 };
 

@@ -1,0 +1,193 @@
+// Producer of the forward kernel: layout of shared memory, order of tiles, copies of Q, K and V.
+#pragma once
+
+#include "common/mask.h"
+#include "common/pipeline.cuh"
+#include "ptx/fence.h"
+#include "ptx/tma.h"
+#include "sm90/fwd_args.h"
+#include "sm90/fwd_scheduler.cuh"
+#include "sm90/fwd_tile.h"
+#include "sm90/tile_counter.h"
+
+namespace flash_cuda::sm90 {
+
+constexpr int kWorkSlots = 2;
+
+// Zero between launches; see tile_counter.h for who uses which.
+static __device__ int tile_counters[kTileCounters];
+__device__ __forceinline__ int* tile_counter(int index) { return &tile_counters[index]; }
+
+// Addresses of everything in shared memory.
+template <class Tile>
+struct FwdSmem {
+  uint32_t base;
+  FwdWork* work;  // kWorkSlots of them
+
+  __device__ __forceinline__ uint32_t q(int warpgroup) const {
+    return base + Tile::kSmemQ + warpgroup * Tile::kQSliceBytes;
+  }
+  __device__ __forceinline__ uint32_t out(int warpgroup) const {
+    return Tile::has(kOutOverQ) ? q(warpgroup)
+                                : base + Tile::kSmemOut + warpgroup * Tile::kOutSliceBytes;
+  }
+  // The stage of the count-th block.
+  __device__ __forceinline__ uint32_t k(uint32_t count) const {
+    return base + Tile::kSmemK + count % Tile::kStages * Tile::kStageBytesK;
+  }
+  __device__ __forceinline__ uint32_t v(uint32_t count) const {
+    return base + Tile::kSmemV + count % Tile::kStages * Tile::kStageBytesV;
+  }
+
+  using Ring = RingBarriers<Tile::kStages>;
+  using WorkRing = RingBarriers<kWorkSlots>;
+  static constexpr int kKAt = Tile::kSmemBarriers;
+  static constexpr int kVAt = kKAt + Ring::kBytes;
+  static constexpr int kWorkBarriersAt = kVAt + Ring::kBytes;
+  static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
+  static_assert(kQAt + 16 * Tile::kWarpgroups <= Tile::kSmemBarriers + Tile::kBarrierBytes);
+
+  __device__ __forceinline__ Ring k_ring() const { return {base + kKAt}; }
+  __device__ __forceinline__ Ring v_ring() const { return {base + kVAt}; }
+  __device__ __forceinline__ WorkRing work_ring() const { return {base + kWorkBarriersAt}; }
+  __device__ __forceinline__ uint32_t q_full(int warpgroup) const {
+    return base + kQAt + 16 * warpgroup;
+  }
+  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const { return q_full(warpgroup) + 8; }
+};
+
+template <class Tile>
+__device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
+  // K is released by every warp after its own check of the sums, V by every warpgroup.
+  smem.k_ring().init(1, 4 * Tile::kWarpgroups);
+  smem.v_ring().init(1, Tile::kWarpgroups);
+  smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1);
+  for (int w = 0; w < Tile::kWarpgroups; ++w) {
+    ptx::mbarrier_init(smem.q_full(w), 1);
+    ptx::mbarrier_init(smem.q_empty(w), Tile::has(kOutOverQ) ? 1 : 4);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+template <class Tile>
+__device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, uint32_t tiles,
+                                        const FwdWork& work) {
+  const auto ring = smem.work_ring();
+  ring.wait_empty(tiles);
+  smem.work[ring.stage(tiles)] = work;
+  ptx::mbarrier_arrive(ring.full(tiles));
+}
+
+// The next index of this block; the last of all draws resets the counter.
+__device__ __forceinline__ int draw(const FwdArgs& args, int num_tiles) {
+  int* counter = tile_counter(args.schedule.counter);
+  const int drawn = atomicAdd(counter, 1);
+  if (drawn == num_tiles - 1) *counter = 0;
+  return drawn + gridDim.x;
+}
+
+// Draws tiles and publishes them; one thread.
+template <class Tile>
+__device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const FwdArgs& args) {
+  const int num_tiles = args.schedule.num_tiles;
+  uint32_t tiles = 0;
+  for (int index = blockIdx.x; index < num_tiles; index = draw(args, num_tiles)) {
+    publish(smem, tiles++, dense_work(args.params, args.schedule, index));
+  }
+  publish(smem, tiles, no_work());
+}
+
+// The same for packed sequences; one warp.
+template <class Tile>
+__device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const FwdArgs& args) {
+  PackedTiles packed{args.params, Tile::kBlockQ};
+  const int num_tiles = packed.count();
+  uint32_t tiles = 0;
+  for (int index = blockIdx.x; index < num_tiles; ++tiles) {
+    const FwdWork work = packed.find(index);
+    if (packed.lane() == 0) {
+      publish(smem, tiles, work);
+      index = draw(args, num_tiles);
+    }
+    index = __shfl_sync(~0u, index, 0);
+  }
+  if (packed.lane() == 0) publish(smem, tiles, no_work());
+}
+
+// Loads Q, K and V of every tile; one thread.
+template <class Tile>
+struct Loader {
+  const FwdSmem<Tile>& smem;
+  const FwdArgs& args;
+  uint32_t k_count = 0, v_count = 0, tiles = 0;
+
+  __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
+    const auto ring = smem.k_ring();
+    ring.wait_empty(k_count);
+    const uint32_t full = ring.full(k_count), dst = smem.k(k_count);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
+      ptx::tma_load_4d(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
+                       panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
+                       rows.c3, ptx::kEvictLast);
+    }
+    ++k_count;
+  }
+  __device__ __forceinline__ void load_v(int kv_block, const MapRows& rows) {
+    const auto ring = smem.v_ring();
+    ring.wait_empty(v_count);
+    const uint32_t full = ring.full(v_count), dst = smem.v(v_count);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
+      ptx::tma_load_4d(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
+                       panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
+                       rows.c3, ptx::kEvictLast);
+    }
+    ++v_count;
+  }
+  __device__ __forceinline__ void load_q(int first_row, const MapRows& rows) {
+#pragma unroll
+    for (int w = 0; w < Tile::kWarpgroups; ++w) {
+      const uint32_t full = smem.q_full(w);
+      ptx::mbarrier_wait(smem.q_empty(w), tiles % 2 ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, Tile::kQSliceBytes);
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
+        ptx::tma_load_4d(smem.q(w) + panel * 64 * Tile::kPanelBytes, &args.q_map, full,
+                         panel * Tile::kPanelCols, rows.row0 + first_row + 64 * w, rows.c2, rows.c3,
+                         ptx::kEvictFirst);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const FwdParams& p = args.params;
+    const auto work_ring = smem.work_ring();
+    const int group = p.num_heads_q / p.num_heads_kv;
+    for (;; ++tiles) {
+      work_ring.wait_full(tiles);
+      const FwdWork w = smem.work[work_ring.stage(tiles)];
+      ptx::mbarrier_arrive(work_ring.empty(tiles));
+      if (w.q_block < 0) return;
+      const Mask mask = Mask::make(p, w.seqlen_q, w.seqlen_kv);
+      const BlockRange range =
+          mask.kv_blocks(w.q_block * Tile::kBlockQ, Tile::kBlockQ, Tile::kBlockKV);
+      const bool empty = range.end <= range.begin;
+      const MapRows kv = args.schedule.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group,
+                                                      p.cache_batch_idx ? 0 : w.batch);
+      if (!empty) load_k(range.end - 1, kv);
+      load_q(w.q_block * Tile::kBlockQ,
+             args.schedule.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
+#pragma unroll 1
+      for (int kv_block = range.end - 2; kv_block >= range.begin; --kv_block) {
+        load_k(kv_block, kv);
+        load_v(kv_block + 1, kv);
+      }
+      if (!empty) load_v(range.begin, kv);
+    }
+  }
+};
+
+}  // namespace flash_cuda::sm90
