@@ -1,8 +1,8 @@
 """Runs the kernels' PTX on the CPU; see README.md."""
 
 from .activate import activate, configure, load, plantable, settings, take_warnings
-from .library import architectures, build
 from .errors import EmulatorBuildError
+from .library import architectures, build
 
 __all__ = [
     "EmulatorBuildError",

@@ -14,8 +14,12 @@ _libraries: dict[str, ctypes.CDLL] = {}
 def open_library(path: Path) -> ctypes.CDLL:
     """The C functions of a library, typed."""
     library = ctypes.CDLL(str(path))
-    for name in ("flash_cuda_emulator_configure", "flash_cuda_emulator_settings",
-                 "flash_cuda_emulator_take_warnings", "flash_cuda_emulator_plantable"):
+    for name in (
+        "flash_cuda_emulator_configure",
+        "flash_cuda_emulator_settings",
+        "flash_cuda_emulator_take_warnings",
+        "flash_cuda_emulator_plantable",
+    ):
         getattr(library, name).restype = ctypes.c_char_p
     library.flash_cuda_emulator_configure.argtypes = [ctypes.c_char_p]
     library.flash_cuda_emulator_launches.restype = ctypes.c_uint64
@@ -59,8 +63,12 @@ def load(
     """
     path = Path(str(_libraries[arch]._name)) if arch in _libraries else build(arch)
     library = _libraries.get(arch) or open_library(path)
-    pairs = {"policy": policy, "seed": seed, "sms": num_sms,
-             "race": None if race_check is None else int(race_check)}
+    pairs = {
+        "policy": policy,
+        "seed": seed,
+        "sms": num_sms,
+        "race": None if race_check is None else int(race_check),
+    }
     set_options(library, ",".join(f"{k}={v}" for k, v in pairs.items() if v is not None))
     if arch not in _libraries or num_sms is not None:
         from flash_cuda import _C  # here: the emulator also runs kernels outside the package

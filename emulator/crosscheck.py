@@ -51,19 +51,28 @@ def check(name: str) -> bool:
     if example:
         folders.append(source / "examples" / example)
     flags = ["--expt-relaxed-constexpr", "--use_fast_math", *(f"-I{f}" for f in folders)]
-    recipe = Recipe(name, arch, [HERE / "crosscheck" / f"{name}.cu"], nvcc_flags=flags, program=True)
+    recipe = Recipe(
+        name, arch, [HERE / "crosscheck" / f"{name}.cu"], nvcc_flags=flags, program=True
+    )
     program = build_recipe(recipe)
     good = True
     for arguments in runs:
         for policy in ("eager", "lazy", "random"):
             text = f"policy={policy}" + ("," + settings if settings else "")
             started = time.monotonic()
-            done = subprocess.run([str(program), *arguments], capture_output=True, text=True,
-                                  env={**os.environ, "FLASH_CUDA_EMULATOR": text})
+            done = subprocess.run(
+                [str(program), *arguments],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "FLASH_CUDA_EMULATOR": text},
+            )
             passed = done.returncode == 0 and "PASS" in done.stdout
             good &= passed
-            print(f"{name} {' '.join(arguments)} {text}: {'ok' if passed else 'FAILED'}, "
-                  f"{time.monotonic() - started:.1f} s", flush=True)
+            print(
+                f"{name} {' '.join(arguments)} {text}: {'ok' if passed else 'FAILED'}, "
+                f"{time.monotonic() - started:.1f} s",
+                flush=True,
+            )
             if not passed:
                 print(done.stdout + done.stderr)
     return good
@@ -71,8 +80,11 @@ def check(name: str) -> bool:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m emulator.crosscheck", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m emulator.crosscheck",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("name", nargs="*", choices=[*PROGRAMS, []], help=", ".join(PROGRAMS))
     arguments = parser.parse_args()
     try:

@@ -154,16 +154,21 @@ class Builder:
         everything = [*self.recipe.kernels, *self.recipe.hosts]
         made = self._in_parallel([(p, lambda p=p: self._host(p)) for p in everything])
         compiled = [path for paths in made for path in paths if path.suffix == ".o"]
-        ptx = [(source, path) for source, paths in zip(everything, made, strict=True)
-               for path in paths if path.suffix == ".ptx"]
+        ptx = [
+            (source, path)
+            for source, paths in zip(everything, made, strict=True)
+            for path in paths
+            if path.suffix == ".ptx"
+        ]
         sources = self._in_parallel([(p, lambda s=s, p=p: self._translate(s, p)) for s, p in ptx])
         jobs = [job for group in sources for job in group] + self._runtime_jobs()
         if table := self._table_source():
             jobs.append((table, HOST_FLAGS))
         # The longest first, so that no core waits for a late straggler.
         jobs.sort(key=lambda j: -j[0].stat().st_size)
-        done = self._in_parallel([(src, lambda s=src, f=flags: self._compile(s, f))
-                                  for src, flags in jobs])
+        done = self._in_parallel(
+            [(src, lambda s=src, f=flags: self._compile(s, f)) for src, flags in jobs]
+        )
         library = self._link([*compiled, *done])
         seconds = time.monotonic() - started
         if seconds > 2:
@@ -216,8 +221,12 @@ class Builder:
 
     def _compile_cuda(self, source: Path) -> list[Path]:
         arch = PTX_TARGETS[self.recipe.arch]
-        flags = [*NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=compute_{arch}", f"-I{CSRC}",
-                 *self.recipe.nvcc_flags]
+        flags = [
+            *NVCC_FLAGS,
+            f"-gencode=arch=compute_{arch},code=compute_{arch}",
+            f"-I{CSRC}",
+            *self.recipe.nvcc_flags,
+        ]
         stem = self._stem(source, *flags)
         obj, ptx, dep = (stem.with_suffix(s) for s in (".o", ".ptx", ".d"))
         if self._is_current(stem, " ".join(flags), [obj, ptx]):
@@ -225,8 +234,22 @@ class Builder:
         keep = stem.with_suffix(".keep")
         keep.mkdir(exist_ok=True)
         started = time.monotonic()
-        run([str(self.tools.nvcc), f"-ccbin={self.tools.gxx[-1]}", *flags, f"--keep-dir={keep}",
-             "-MD", "-MF", str(dep), "-c", str(source), "-o", str(obj)], f"nvcc {source.name}")
+        run(
+            [
+                str(self.tools.nvcc),
+                f"-ccbin={self.tools.gxx[-1]}",
+                *flags,
+                f"--keep-dir={keep}",
+                "-MD",
+                "-MF",
+                str(dep),
+                "-c",
+                str(source),
+                "-o",
+                str(obj),
+            ],
+            f"nvcc {source.name}",
+        )
         kept = sorted(keep.glob("*.ptx"))
         kept[0].replace(ptx)
         for file in keep.iterdir():
@@ -241,8 +264,20 @@ class Builder:
         stem = self._stem(source, *flags)
         obj, dep = stem.with_suffix(".o"), stem.with_suffix(".d")
         if not self._is_current(stem, " ".join(flags), [obj]):
-            run([*self.tools.gxx, *flags, "-MD", "-MF", str(dep), "-c", str(source), "-o", str(obj)],
-                f"g++ {source.name}")
+            run(
+                [
+                    *self.tools.gxx,
+                    *flags,
+                    "-MD",
+                    "-MF",
+                    str(dep),
+                    "-c",
+                    str(source),
+                    "-o",
+                    str(obj),
+                ],
+                f"g++ {source.name}",
+            )
             self._note(stem, " ".join(flags), dep)
         return [obj]
 
@@ -310,8 +345,10 @@ class Builder:
         if not obj.exists():
             started = time.monotonic()
             partial = obj.with_suffix(f".{time.monotonic_ns()}.tmp")
-            run([*self.tools.gxx, *flags, *includes, "-c", str(source), "-o", str(partial)],
-                f"g++ {source.name}")
+            run(
+                [*self.tools.gxx, *flags, *includes, "-c", str(source), "-o", str(partial)],
+                f"g++ {source.name}",
+            )
             partial.replace(obj)
             seconds = time.monotonic() - started
             if seconds > 1:
@@ -327,8 +364,11 @@ class Builder:
         script = self.cache / "lib" / "exports.map"
         script.write_text("{ global: flash_cuda_*; local: *; };\n")
         partial = library.with_suffix(f".{time.monotonic_ns()}.tmp")
-        flags = [] if self.recipe.program else ["-shared", "-Wl,-Bsymbolic",
-                                                f"-Wl,--version-script={script}"]
+        flags = (
+            []
+            if self.recipe.program
+            else ["-shared", "-Wl,-Bsymbolic", f"-Wl,--version-script={script}"]
+        )
         run([*self.tools.gxx, *flags, "-Wl,--no-undefined", "-o", str(partial), *names], "the link")
         partial.replace(library)
         return library

@@ -20,14 +20,37 @@ CSRC = ROOT / "csrc"
 
 # -O1 halves the time of -O2 for kernels of thousands of registers and runs as fast. IEEE results
 # need -ffp-contract=off: PTX says itself where a multiplication and an addition are fused.
-KERNEL_FLAGS = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing",
-                "-fPIC", "-fvisibility=hidden", "-w"]
-RUNTIME_FLAGS = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing",
-                 "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+KERNEL_FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-w",
+]
+RUNTIME_FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+]
 INDEX_FLAGS = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", "-w"]
 HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden"]
-NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "--keep", "-Wno-deprecated-gpu-targets",
-              "-Xcompiler=-fPIC,-fvisibility=hidden"]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-lineinfo",
+    "--keep",
+    "-Wno-deprecated-gpu-targets",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+]
 # What nvcc is told to compile for; only PTX, so that ptxas has nothing to do.
 PTX_TARGETS = {"sm80": "80", "sm90": "90a", "sm100": "100a", "sm120": "120"}
 
@@ -66,13 +89,16 @@ def find_tools() -> Tools:
         )
     gxx = find_gxx(newest_gxx(nvcc.toolkit))
     text = f"{gxx.command} {gxx.version} {nvcc.version} {_cpu()}"
-    return Tools(tuple(gxx.command), nvcc.path, nvcc.include,
-                 hashlib.sha256(text.encode()).hexdigest())
+    return Tools(
+        tuple(gxx.command), nvcc.path, nvcc.include, hashlib.sha256(text.encode()).hexdigest()
+    )
 
 
 def cache_folder() -> Path:
     """Where objects and libraries are kept: FLASH_CUDA_EMULATOR_CACHE or build/emulator."""
-    return Path(os.environ.get("FLASH_CUDA_EMULATOR_CACHE") or ROOT / "build" / "emulator").resolve()
+    return Path(
+        os.environ.get("FLASH_CUDA_EMULATOR_CACHE") or ROOT / "build" / "emulator"
+    ).resolve()
 
 
 def run(command: list[str], what: str) -> None:

@@ -26,9 +26,15 @@ int emulated_compute_capability() {
 
 int emulated_max_smem() {
   switch (emulated_compute_capability()) {
-    case 80: case 87: return 163 << 10;
-    case 86: case 89: case 120: return 99 << 10;
-    default: return 227 << 10;
+    case 80:
+    case 87:
+      return 163 << 10;
+    case 86:
+    case 89:
+    case 120:
+      return 99 << 10;
+    default:
+      return 227 << 10;
   }
 }
 
@@ -70,18 +76,42 @@ cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
   cudaDeviceProp p;
   cudaGetDeviceProperties(&p, 0);
   switch (a) {
-    case cudaDevAttrMultiProcessorCount: *v = p.multiProcessorCount; break;
-    case cudaDevAttrComputeCapabilityMajor: *v = p.major; break;
-    case cudaDevAttrComputeCapabilityMinor: *v = p.minor; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *v = int(p.sharedMemPerBlock); break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *v = int(p.sharedMemPerBlockOptin); break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *v = int(p.sharedMemPerMultiprocessor); break;
-    case cudaDevAttrMaxThreadsPerBlock: *v = 1024; break;
-    case cudaDevAttrWarpSize: *v = 32; break;
-    case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *v = 65535; break;
-    case cudaDevAttrMaxGridDimX: *v = 0x7fffffff; break;
-    case cudaDevAttrL2CacheSize: *v = 50 << 20; break;
-    default: *v = 0;
+    case cudaDevAttrMultiProcessorCount:
+      *v = p.multiProcessorCount;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *v = p.major;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *v = p.minor;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *v = int(p.sharedMemPerBlock);
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *v = int(p.sharedMemPerBlockOptin);
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *v = int(p.sharedMemPerMultiprocessor);
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *v = 1024;
+      break;
+    case cudaDevAttrWarpSize:
+      *v = 32;
+      break;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ:
+      *v = 65535;
+      break;
+    case cudaDevAttrMaxGridDimX:
+      *v = 0x7fffffff;
+      break;
+    case cudaDevAttrL2CacheSize:
+      *v = 50 << 20;
+      break;
+    default:
+      *v = 0;
   }
   return cudaSuccess;
 }

@@ -60,7 +60,8 @@ cudaError_t check_launch(Kernel const& k, px::Launch const& l, size_t smem) {
   if (threads == 0 || threads > 1024 || l.block[2] > 64) return cudaErrorInvalidConfiguration;
   if (info.max_threads && threads > info.max_threads) return cudaErrorInvalidConfiguration;
   for (int i = 0; i < 3; ++i)
-    if (!l.grid[i] || !l.cluster[i] || l.grid[i] % l.cluster[i]) return cudaErrorInvalidConfiguration;
+    if (!l.grid[i] || !l.cluster[i] || l.grid[i] % l.cluster[i])
+      return cudaErrorInvalidConfiguration;
   if (l.grid[1] > 65535 || l.grid[2] > 65535 || l.grid[0] > 0x7fffffffu)
     return cudaErrorInvalidConfiguration;
   if (cluster > px::kMaxClusterSize) return cudaErrorInvalidClusterSize;
@@ -235,18 +236,18 @@ cudaError_t cudaGetLastError() {
 }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 char const* cudaGetErrorName(cudaError_t e) {
-  return e == cudaSuccess                    ? "cudaSuccess"
-         : e == cudaErrorInvalidValue         ? "cudaErrorInvalidValue"
-         : e == cudaErrorInvalidConfiguration ? "cudaErrorInvalidConfiguration"
-         : e == cudaErrorInvalidClusterSize   ? "cudaErrorInvalidClusterSize"
+  return e == cudaSuccess                      ? "cudaSuccess"
+         : e == cudaErrorInvalidValue          ? "cudaErrorInvalidValue"
+         : e == cudaErrorInvalidConfiguration  ? "cudaErrorInvalidConfiguration"
+         : e == cudaErrorInvalidClusterSize    ? "cudaErrorInvalidClusterSize"
          : e == cudaErrorInvalidDeviceFunction ? "cudaErrorInvalidDeviceFunction"
                                                : "cudaErrorUnknown";
 }
 char const* cudaGetErrorString(cudaError_t e) {
-  return e == cudaSuccess                    ? "no error"
-         : e == cudaErrorInvalidValue         ? "invalid argument"
-         : e == cudaErrorInvalidConfiguration ? "invalid configuration argument"
-         : e == cudaErrorInvalidClusterSize   ? "invalid cluster size"
+  return e == cudaSuccess                      ? "no error"
+         : e == cudaErrorInvalidValue          ? "invalid argument"
+         : e == cudaErrorInvalidConfiguration  ? "invalid configuration argument"
+         : e == cudaErrorInvalidClusterSize    ? "invalid cluster size"
          : e == cudaErrorInvalidDeviceFunction ? "invalid device function"
                                                : "unknown error";
 }

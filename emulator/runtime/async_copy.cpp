@@ -13,15 +13,18 @@ void Thread::cp_async(int where, uint32_t dst, uint64_t src, uint32_t n, uint32_
   if (src_n && src % n) fail(where, "misaligned cp.async source");
   if (src_n && src < 65536) fail(where, "null pointer access");
   HbOperation const op = operation(*this, kHbCopy);
-  async->cp_open.push_back(post(*this, where, [=] {
-    auto const* from = reinterpret_cast<uint8_t const*>(src);
-    if (op.on) {
-      M.race->async_access(*this, where, p, n, true, false, op, true);
-      if (src_n) M.race->async_access(*this, where, from, src_n, false, false, op, true);
-    }
-    memset(p + src_n, 0, n - src_n);
-    if (src_n) memcpy(p, from, src_n);
-  }, Ending::kHarmless));
+  async->cp_open.push_back(post(
+      *this, where,
+      [=] {
+        auto const* from = reinterpret_cast<uint8_t const*>(src);
+        if (op.on) {
+          M.race->async_access(*this, where, p, n, true, false, op, true);
+          if (src_n) M.race->async_access(*this, where, from, src_n, false, false, op, true);
+        }
+        memset(p + src_n, 0, n - src_n);
+        if (src_n) memcpy(p, from, src_n);
+      },
+      Ending::kHarmless));
 }
 
 void Thread::cp_async_commit(int where) {
@@ -92,8 +95,7 @@ void Thread::bulk_load(int where, uint32_t dst, uint64_t src, uint32_t n, uint32
   }
 }
 
-void Thread::bulk_store(int where, uint64_t dst, uint32_t src, uint32_t n, Reduction r,
-                        Element e) {
+void Thread::bulk_store(int where, uint64_t dst, uint32_t src, uint32_t n, Reduction r, Element e) {
   at = where;
   check_bulk(*this, where, dst, src, n);
   shared_range(*this, where, src, n);

@@ -45,7 +45,9 @@ static void arrive(Thread& t, int at, uint32_t id, uint32_t n, bool wait, bool v
   if (M.race) M.race->acquire(*t.hb, b.released);
 }
 
-void Thread::bar_sync(int where, uint32_t id, uint32_t n) { arrive(*this, where, id, n, true, false); }
+void Thread::bar_sync(int where, uint32_t id, uint32_t n) {
+  arrive(*this, where, id, n, true, false);
+}
 void Thread::bar_arrive(int where, uint32_t id, uint32_t n) {
   arrive(*this, where, id, n, false, false);
 }

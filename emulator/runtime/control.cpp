@@ -18,10 +18,10 @@ std::vector<ModuleInfo>& modules() {
 }
 
 // Names in the order of the enum; "name:site" plants at one site.
-constexpr char const* kPlants[] = {
-    "nothing",     "observe",    "bar_sync",     "syncwarp",      "cp_wait",          "bulk_wait",
-    "wgmma_wait",  "wgmma_fence", "proxy_fence", "init_fence",    "thread_fence",     "mbarrier_wait",
-    "mbarrier_arrive", "parity", "bytes"};
+constexpr char const* kPlants[] = {"nothing",         "observe",    "bar_sync",     "syncwarp",
+                                   "cp_wait",         "bulk_wait",  "wgmma_wait",   "wgmma_fence",
+                                   "proxy_fence",     "init_fence", "thread_fence", "mbarrier_wait",
+                                   "mbarrier_arrive", "parity",     "bytes"};
 
 bool set_plant(Settings& s, std::string const& value) {
   size_t const colon = value.find(':');
@@ -41,10 +41,14 @@ bool set(Settings& s, std::string const& key, std::string const& value) {
   uint64_t const number = strtoull(value.c_str(), &end, 0);
   bool const is_number = !value.empty() && *end == 0;
   if (key == "policy") {
-    if (value == "eager") s.policy = Policy::kEager;
-    else if (value == "lazy") s.policy = Policy::kLazy;
-    else if (value == "random") s.policy = Policy::kRandom;
-    else return false;
+    if (value == "eager")
+      s.policy = Policy::kEager;
+    else if (value == "lazy")
+      s.policy = Policy::kLazy;
+    else if (value == "random")
+      s.policy = Policy::kRandom;
+    else
+      return false;
   } else if (key == "tmem_ld" || key == "tmem_st") {
     if (value != "issue" && value != "wait") return false;
     (key == "tmem_ld" ? s.tmem_load_at_issue : s.tmem_store_at_issue) = value == "issue";
@@ -52,14 +56,22 @@ bool set(Settings& s, std::string const& key, std::string const& value) {
     return set_plant(s, value);
   } else if (!is_number) {
     return false;
-  } else if (key == "seed") s.seed = number;
-  else if (key == "sms" && number >= 1) s.num_sms = uint32_t(number);
-  else if (key == "cc") s.compute_capability = uint32_t(number);
-  else if (key == "race") s.race_check = number != 0;
-  else if (key == "proxy") s.proxy_check = number != 0;
-  else if (key == "tmem") s.tmem_strict = number != 0;
-  else if (key == "stats") s.statistics = number != 0;
-  else return false;
+  } else if (key == "seed")
+    s.seed = number;
+  else if (key == "sms" && number >= 1)
+    s.num_sms = uint32_t(number);
+  else if (key == "cc")
+    s.compute_capability = uint32_t(number);
+  else if (key == "race")
+    s.race_check = number != 0;
+  else if (key == "proxy")
+    s.proxy_check = number != 0;
+  else if (key == "tmem")
+    s.tmem_strict = number != 0;
+  else if (key == "stats")
+    s.statistics = number != 0;
+  else
+    return false;
   return true;
 }
 
@@ -101,8 +113,10 @@ void reset_variables() {
   for (ModuleInfo const& m : modules())
     for (uint32_t i = 0; i < m.num_variables; ++i, ++k) {
       auto* p = static_cast<uint8_t*>(m.variables[i].address);
-      if (fresh) first.emplace_back(p, p + m.variables[i].size);
-      else std::copy(first[k].begin(), first[k].end(), p);
+      if (fresh)
+        first.emplace_back(p, p + m.variables[i].size);
+      else
+        std::copy(first[k].begin(), first[k].end(), p);
     }
   if (fresh) first.emplace_back();  // also known to be taken where there are none
 }

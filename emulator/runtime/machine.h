@@ -52,7 +52,7 @@ struct AsyncState {
   std::deque<Group> cp_groups, bulk_groups, wgmma_groups;
   uint32_t cp_committed = 0, bulk_committed = 0;  // clocks of the race check
   uint32_t wgmma_committed = 0, wgmma_waits = 0;
-  bool wgmma_fenced = false;   // wgmma.fence since registers may have been touched
+  bool wgmma_fenced = false;  // wgmma.fence since registers may have been touched
   Group tmem_loads, tmem_stores;
   std::deque<std::function<void()>> tcgen05_queue;  // mma, cp and commit, in order
   uint64_t fence_time = 0;                          // last fence.proxy.async
@@ -209,11 +209,11 @@ struct Machine {
   KernelInfo const* kernel = nullptr;
   Launch launch{};
   uint8_t const* params = nullptr;
-  uint64_t time = 1;           // ticks of fences and writes, for the proxy check
-  uint64_t idle = 0;           // polls since something else happened
-  uint64_t last_progress = 0;  // in switches
-  uint64_t stalled = 0;        // what loops without any switch count for, in switches
-  std::string error;           // set by a fiber that failed
+  uint64_t time = 1;               // ticks of fences and writes, for the proxy check
+  uint64_t idle = 0;               // polls since something else happened
+  uint64_t last_progress = 0;      // in switches
+  uint64_t stalled = 0;            // what loops without any switch count for, in switches
+  std::string error;               // set by a fiber that failed
   Thread* asynchronous = nullptr;  // issuer of the asynchronous operation being run
   std::set<std::string> warned;
   std::unique_ptr<RaceDetector> race;
@@ -302,8 +302,8 @@ std::string mbarrier_text(uint8_t const* p);
 float element_to_float(Element e, uint32_t bits);
 // ---- tma.cpp
 void encode_tensor_map(void* out, int dtype, uint32_t rank, void* base, uint64_t const* dims,
-                       uint64_t const* strides, uint32_t const* box, uint32_t const* element_strides,
-                       int interleave, int swizzle, int oob);
+                       uint64_t const* strides, uint32_t const* box,
+                       uint32_t const* element_strides, int interleave, int swizzle, int oob);
 void reduce_bytes(Thread& t, int at, Reduction r, Element e, uint8_t* dst, uint8_t const* src,
                   uint32_t n);
 // ---- control.cpp

@@ -5,12 +5,18 @@ namespace px {
 
 float element_to_float(Element e, uint32_t bits) {
   switch (e) {
-    case Element::kF16: return cvt_f16(uint16_t(bits));
-    case Element::kBF16: return cvt_bf16(uint16_t(bits));
-    case Element::kE4M3: return cvt_e4m3(uint8_t(bits));
-    case Element::kE5M2: return cvt_e5m2(uint8_t(bits));
-    case Element::kTF32: return f(bits & 0xffffe000u);
-    default: return f(bits);
+    case Element::kF16:
+      return cvt_f16(uint16_t(bits));
+    case Element::kBF16:
+      return cvt_bf16(uint16_t(bits));
+    case Element::kE4M3:
+      return cvt_e4m3(uint8_t(bits));
+    case Element::kE5M2:
+      return cvt_e5m2(uint8_t(bits));
+    case Element::kTF32:
+      return f(bits & 0xffffe000u);
+    default:
+      return f(bits);
   }
 }
 
@@ -29,58 +35,62 @@ void require_whole_warp(Thread& t, int at, Collective const& c) {
 // 2 (l % 4)) and the next one of each matrix, or of its transpose.
 void Thread::ldmatrix(int where, int count, bool transpose, void* const* d, uint32_t address) {
   MatrixArg arg{address, d};
-  collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "ldmatrix",
-             [=](Collective& c) {
-    require_whole_warp(*this, where, c);
-    for (int m = 0; m < count; ++m) {
-      uint16_t t[8][8];
-      for (int r = 0; r < 8; ++r)
-        memcpy(t[r], lane_of(*this, m * 8 + r)->load_shared(
-                         where, matrix_arg(c, m * 8 + r).address, 16), 16);
-      for (int l = 0; l < 32; ++l) {
-        int const i = l / 4, j = 2 * (l % 4);
-        if (void* q = matrix_arg(c, l).regs[m])
-          *static_cast<uint32_t*>(q) = transpose ? pk(t[j + 1][i], t[j][i]) : pk(t[i][j + 1], t[i][j]);
-      }
-    }
-  });
+  collective(
+      *this, where, kAligned | uint64_t(where), kAllLanes, &arg, "ldmatrix", [=](Collective& c) {
+        require_whole_warp(*this, where, c);
+        for (int m = 0; m < count; ++m) {
+          uint16_t t[8][8];
+          for (int r = 0; r < 8; ++r)
+            memcpy(
+                t[r],
+                lane_of(*this, m * 8 + r)->load_shared(where, matrix_arg(c, m * 8 + r).address, 16),
+                16);
+          for (int l = 0; l < 32; ++l) {
+            int const i = l / 4, j = 2 * (l % 4);
+            if (void* q = matrix_arg(c, l).regs[m])
+              *static_cast<uint32_t*>(q) =
+                  transpose ? pk(t[j + 1][i], t[j][i]) : pk(t[i][j + 1], t[i][j]);
+          }
+        }
+      });
 }
 
 void Thread::stmatrix(int where, int count, bool transpose, uint32_t address, void* const* s) {
   MatrixArg arg{address, s};
   collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "stmatrix",
              [=](Collective& c) {
-    require_whole_warp(*this, where, c);
-    for (int m = 0; m < count; ++m) {
-      uint16_t t[8][8];
-      for (int l = 0; l < 32; ++l) {
-        uint32_t const v = *static_cast<uint32_t*>(matrix_arg(c, l).regs[m]);
-        int const i = l / 4, j = 2 * (l % 4);
-        (transpose ? t[j][i] : t[i][j]) = uint16_t(v);
-        (transpose ? t[j + 1][i] : t[i][j + 1]) = uint16_t(v >> 16);
-      }
-      for (int r = 0; r < 8; ++r)
-        memcpy(lane_of(*this, m * 8 + r)->store_shared(
-                   where, matrix_arg(c, m * 8 + r).address, 16), t[r], 16);
-    }
-  });
+               require_whole_warp(*this, where, c);
+               for (int m = 0; m < count; ++m) {
+                 uint16_t t[8][8];
+                 for (int l = 0; l < 32; ++l) {
+                   uint32_t const v = *static_cast<uint32_t*>(matrix_arg(c, l).regs[m]);
+                   int const i = l / 4, j = 2 * (l % 4);
+                   (transpose ? t[j][i] : t[i][j]) = uint16_t(v);
+                   (transpose ? t[j + 1][i] : t[i][j + 1]) = uint16_t(v >> 16);
+                 }
+                 for (int r = 0; r < 8; ++r)
+                   memcpy(lane_of(*this, m * 8 + r)
+                              ->store_shared(where, matrix_arg(c, m * 8 + r).address, 16),
+                          t[r], 16);
+               }
+             });
 }
 
 void Thread::movmatrix(int where, void* const* d, uint32_t v) {
   MatrixArg arg{v, d};
   collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "movmatrix",
              [=](Collective& c) {
-    require_whole_warp(*this, where, c);
-    uint16_t t[8][8];
-    for (int l = 0; l < 32; ++l) {
-      uint32_t const x = matrix_arg(c, l).address;
-      t[l / 4][2 * (l % 4)] = uint16_t(x);
-      t[l / 4][2 * (l % 4) + 1] = uint16_t(x >> 16);
-    }
-    for (int l = 0; l < 32; ++l)
-      *static_cast<uint32_t*>(matrix_arg(c, l).regs[0]) =
-          pk(t[2 * (l % 4) + 1][l / 4], t[2 * (l % 4)][l / 4]);
-  });
+               require_whole_warp(*this, where, c);
+               uint16_t t[8][8];
+               for (int l = 0; l < 32; ++l) {
+                 uint32_t const x = matrix_arg(c, l).address;
+                 t[l / 4][2 * (l % 4)] = uint16_t(x);
+                 t[l / 4][2 * (l % 4) + 1] = uint16_t(x >> 16);
+               }
+               for (int l = 0; l < 32; ++l)
+                 *static_cast<uint32_t*>(matrix_arg(c, l).regs[0]) =
+                     pk(t[2 * (l % 4) + 1][l / 4], t[2 * (l % 4)][l / 4]);
+             });
 }
 
 // One layout for all element sizes. A register holds E = 4 / size elements along k. Register r of
@@ -117,39 +127,44 @@ void unpack_operands(MmaArg const& q, int lane, int a_regs, Element ae, Element 
 void Thread::mma(int where, int a_regs, Element ae, Element be, bool f16_accumulator,
                  void* const* d, uint32_t const* av, uint32_t const* bv, uint32_t const* cv) {
   MmaArg arg{d, av, bv, cv};
-  collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "mma.sync",
-             [=](Collective& c) {
-    require_whole_warp(*this, where, c);
-    ++M.stats.matrix_ops;
-    float a[16][32], b[32][8], acc[16][8];
-    uint32_t const bytes = element_bytes(ae);
-    for (int l = 0; l < 32; ++l) {
-      MmaArg const& q = *static_cast<MmaArg*>(c.arg[l]);
-      if (bytes == 2) unpack_operands<2>(q, l, a_regs, ae, be, a, b);
-      else if (bytes == 1) unpack_operands<1>(q, l, a_regs, ae, be, a, b);
-      else unpack_operands<4>(q, l, a_regs, ae, be, a, b);
-      for (int h = 0; h < 4; ++h) {
-        int const row = l / 4 + 8 * (h / 2), col = 2 * (l % 4) + h % 2;
-        acc[row][col] = f16_accumulator ? cvt_f16(uint16_t(q.c[h / 2] >> (16 * (h % 2)))) : f(q.c[h]);
-      }
-    }
-    int const k = a_regs / 2 * 4 * (4 / int(bytes));
-    for (int i = 0; i < 16; ++i)
-      for (int p = 0; p < k; ++p)
-        for (int j = 0; j < 8; ++j) acc[i][j] += a[i][p] * b[p][j];
-    for (int l = 0; l < 32; ++l) {
-      MmaArg const& q = *static_cast<MmaArg*>(c.arg[l]);
-      for (int h = 0; h < 2; ++h) {
-        int const row = l / 4 + 8 * h, col = 2 * (l % 4);
-        if (f16_accumulator) {
-          *static_cast<uint32_t*>(q.d[h]) = pk(to_f16_rn(acc[row][col + 1]), to_f16_rn(acc[row][col]));
-        } else {
-          *static_cast<uint32_t*>(q.d[2 * h]) = px::b(acc[row][col]);
-          *static_cast<uint32_t*>(q.d[2 * h + 1]) = px::b(acc[row][col + 1]);
+  collective(
+      *this, where, kAligned | uint64_t(where), kAllLanes, &arg, "mma.sync", [=](Collective& c) {
+        require_whole_warp(*this, where, c);
+        ++M.stats.matrix_ops;
+        float a[16][32], b[32][8], acc[16][8];
+        uint32_t const bytes = element_bytes(ae);
+        for (int l = 0; l < 32; ++l) {
+          MmaArg const& q = *static_cast<MmaArg*>(c.arg[l]);
+          if (bytes == 2)
+            unpack_operands<2>(q, l, a_regs, ae, be, a, b);
+          else if (bytes == 1)
+            unpack_operands<1>(q, l, a_regs, ae, be, a, b);
+          else
+            unpack_operands<4>(q, l, a_regs, ae, be, a, b);
+          for (int h = 0; h < 4; ++h) {
+            int const row = l / 4 + 8 * (h / 2), col = 2 * (l % 4) + h % 2;
+            acc[row][col] =
+                f16_accumulator ? cvt_f16(uint16_t(q.c[h / 2] >> (16 * (h % 2)))) : f(q.c[h]);
+          }
         }
-      }
-    }
-  });
+        int const k = a_regs / 2 * 4 * (4 / int(bytes));
+        for (int i = 0; i < 16; ++i)
+          for (int p = 0; p < k; ++p)
+            for (int j = 0; j < 8; ++j) acc[i][j] += a[i][p] * b[p][j];
+        for (int l = 0; l < 32; ++l) {
+          MmaArg const& q = *static_cast<MmaArg*>(c.arg[l]);
+          for (int h = 0; h < 2; ++h) {
+            int const row = l / 4 + 8 * h, col = 2 * (l % 4);
+            if (f16_accumulator) {
+              *static_cast<uint32_t*>(q.d[h]) =
+                  pk(to_f16_rn(acc[row][col + 1]), to_f16_rn(acc[row][col]));
+            } else {
+              *static_cast<uint32_t*>(q.d[2 * h]) = px::b(acc[row][col]);
+              *static_cast<uint32_t*>(q.d[2 * h + 1]) = px::b(acc[row][col + 1]);
+            }
+          }
+        }
+      });
 }
 
 }  // namespace px

@@ -34,9 +34,8 @@ void async_read(Thread& t, int at, uint32_t address, uint32_t n, HbOperation con
       SmemWriter const& w = c->writers[k];
       if (w.thread && w.thread->async->fence_time < w.time && t.async->fence_time < w.time) {
         std::string const what =
-            "the async proxy reads shared memory that warp " +
-            std::to_string(w.thread->warp_id) + ", lane " + std::to_string(w.thread->lane) +
-            " wrote without a fence.proxy.async";
+            "the async proxy reads shared memory that warp " + std::to_string(w.thread->warp_id) +
+            ", lane " + std::to_string(w.thread->lane) + " wrote without a fence.proxy.async";
         t.fail(at, what.c_str());
       }
     }

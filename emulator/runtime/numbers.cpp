@@ -25,11 +25,13 @@ float from_fp8(uint8_t v, int exponent_bits, int mantissa_bits, bool has_infinit
   int const e = (v & 0x7f) >> mantissa_bits, m = v & ((1 << mantissa_bits) - 1);
   int const one = 1 << mantissa_bits;
   float r;
-  if (!has_infinity && (v & 0x7f) == 0x7f) r = std::numeric_limits<float>::quiet_NaN();
+  if (!has_infinity && (v & 0x7f) == 0x7f)
+    r = std::numeric_limits<float>::quiet_NaN();
   else if (has_infinity && e == (1 << exponent_bits) - 1)
     r = m ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
-  else r = e ? std::ldexp(float(one + m), e - bias - mantissa_bits)
-             : std::ldexp(float(m), 1 - bias - mantissa_bits);
+  else
+    r = e ? std::ldexp(float(one + m), e - bias - mantissa_bits)
+          : std::ldexp(float(m), 1 - bias - mantissa_bits);
   return v & 0x80 ? -r : r;
 }
 

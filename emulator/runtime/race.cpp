@@ -41,13 +41,17 @@ void RaceDetector::start_cluster(Cluster& cluster) {
 
 // Agents are reused by the next cluster in the same slot; their clocks go on.
 void RaceDetector::start_thread(Thread& t, HbThread& hb) {
-  std::string const block = "slot " + std::to_string(t.cta->cluster->slot) + ", rank " +
-                            std::to_string(t.rank);
+  std::string const block =
+      "slot " + std::to_string(t.cta->cluster->slot) + ", rank " + std::to_string(t.rank);
   std::string const warpgroup = block + ", warpgroup " + std::to_string(t.warp_id / 4);
   std::string const thread =
       block + ", warp " + std::to_string(t.warp_id) + ", lane " + std::to_string(t.lane);
-  char const* kinds[] = {"", ", its cp.async", ", its bulk stores (source)", ", its bulk stores",
-                         ", its wgmma", ", its tcgen05"};
+  char const* kinds[] = {"",
+                         ", its cp.async",
+                         ", its bulk stores (source)",
+                         ", its bulk stores",
+                         ", its wgmma",
+                         ", its tcgen05"};
   for (int k = 0; k < kHbOwnCount; ++k) {
     uint32_t const id = new_agent((k == kHbWgmma ? warpgroup : thread) + kinds[k]);
     hb.own[k] = {id, 0};
@@ -247,8 +251,8 @@ void RaceDetector::report(Thread& t, int at, uint8_t const* p, bool write, Acces
              unsigned(uint64_t(p - t.arena) >> kCtaShift));
   else
     snprintf(place, sizeof place, "global %p", static_cast<void const*>(p));
-  std::string text = missing_proxy ? "race: no fence.proxy.async between the proxies; "
-                                   : "race: not ordered; ";
+  std::string text =
+      missing_proxy ? "race: no fence.proxy.async between the proxies; " : "race: not ordered; ";
   text += std::string(now.async ? "asynchronous " : "") + (write ? "write to " : "read of ") +
           place + " after a " + (before_was_write ? "write" : "read") + " by " +
           names_[before.agent.id];

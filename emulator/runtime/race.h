@@ -1,8 +1,8 @@
 // Happens-before race check: who may have seen whose access, by vector clocks.
 //
 // Every agent counts its releases. Agents are threads, and the asynchronous work of a thread
-// (its cp.async, bulk-read and bulk-write groups), of a warpgroup (wgmma groups), of an mbarrier (the
-// copies that complete on it) and of a tcgen05 issuer. A word of memory remembers its last
+// (its cp.async, bulk-read and bulk-write groups), of a warpgroup (wgmma groups), of an mbarrier
+// (the copies that complete on it) and of a tcgen05 issuer. A word of memory remembers its last
 // writes and the reads since; an access that is not ordered after them is a race, whatever the
 // values are. Each clock exists twice: what has happened before, and what of it a proxy fence has
 // made visible to the asynchronous proxy.

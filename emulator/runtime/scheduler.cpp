@@ -24,8 +24,8 @@ Machine M;
 
 namespace {
 
-constexpr uint32_t kFuel = 1u << 20;              // backward branches a turn
-constexpr uint64_t kNoProgress = 4'000'000;       // switches without any effect: a live lock
+constexpr uint32_t kFuel = 1u << 20;         // backward branches a turn
+constexpr uint64_t kNoProgress = 4'000'000;  // switches without any effect: a live lock
 constexpr uint64_t kFuelPenalty = kNoProgress / 64;
 
 std::mutex launch_mutex;
@@ -63,8 +63,7 @@ void run_op(AsyncOp op) {
 void run_async() {
   ++M.stats.async_ops;
   M.progress();
-  uint32_t const n =
-      uint32_t(M.loose.size() + M.tcgen05_threads.size() + M.wgmma_queues.size());
+  uint32_t const n = uint32_t(M.loose.size() + M.tcgen05_threads.size() + M.wgmma_queues.size());
   if (n == 0) {
     run_op(take_at(M.late, M.random(uint32_t(M.late.size()))));
   } else {
@@ -105,8 +104,8 @@ uint32_t take_slot() {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw EmulatorError("emulator: no address space for shared memory");
-  M.arenas.push_back(reinterpret_cast<uint8_t*>((uint64_t(p) + kCtaStride - 1) &
-                                                ~uint64_t(kCtaStride - 1)));
+  M.arenas.push_back(
+      reinterpret_cast<uint8_t*>((uint64_t(p) + kCtaStride - 1) & ~uint64_t(kCtaStride - 1)));
   M.slot_used.push_back(true);
   return uint32_t(M.arenas.size() - 1);
 }
@@ -135,7 +134,7 @@ std::unique_ptr<Cta> new_cta(Cluster& cluster, uint32_t rank, uint32_t const bas
   c->free_registers = 65536 - int64_t(regs) * padded;
   c->writers.assign(c->smem_size / 16 + 2, SmemWriter{});
   if (M.settings.compute_capability >= 100) {
-    c->tmem = static_cast<uint32_t(*)[512]>(malloc(128 * 512 * 4));
+    c->tmem = static_cast<uint32_t (*)[512]>(malloc(128 * 512 * 4));
     std::fill_n(&c->tmem[0][0], 128 * 512, kTmemPoison);
   }
   auto* smem = reinterpret_cast<uint32_t*>(cluster.arena + size_t(rank) * kCtaStride);
@@ -366,8 +365,7 @@ void run_launch() {
       run_async();
       continue;
     }
-    if (M.ready_warps.empty())
-      deadlock("no thread can run and no asynchronous work is pending");
+    if (M.ready_warps.empty()) deadlock("no thread can run and no asynchronous work is pending");
     if (M.idle > kNoProgress / 4 || silence > kNoProgress)
       deadlock("threads poll for something that never happens");
     Warp* w = pick_warp();

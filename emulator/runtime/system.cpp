@@ -25,17 +25,25 @@ void device_vprintf(Thread&, int, uint8_t* ret, uint8_t* format, uint8_t* args) 
     std::string spec = "%";
     int longs = 0;
     for (++s; *s && !strchr("diouxXeEfFgGcsp%", *s); ++s) {
-      if (*s == 'l') ++longs;
-      else spec += *s;
+      if (*s == 'l')
+        ++longs;
+      else
+        spec += *s;
     }
     if (!*s) break;
     char buffer[512] = "";
     char const c = *s;
-    if (c == '%') buffer[0] = '%', buffer[1] = 0;
-    else if (strchr("eEfFgG", c)) snprintf(buffer, sizeof buffer, (spec + c).c_str(), rd<double>(take(8)));
-    else if (c == 's' || c == 'p') snprintf(buffer, sizeof buffer, (spec + c).c_str(), reinterpret_cast<char*>(rd<uint64_t>(take(8))));
-    else if (longs) snprintf(buffer, sizeof buffer, (spec + "ll" + c).c_str(), rd<long long>(take(8)));
-    else snprintf(buffer, sizeof buffer, (spec + c).c_str(), rd<int>(take(4)));
+    if (c == '%')
+      buffer[0] = '%', buffer[1] = 0;
+    else if (strchr("eEfFgG", c))
+      snprintf(buffer, sizeof buffer, (spec + c).c_str(), rd<double>(take(8)));
+    else if (c == 's' || c == 'p')
+      snprintf(buffer, sizeof buffer, (spec + c).c_str(),
+               reinterpret_cast<char*>(rd<uint64_t>(take(8))));
+    else if (longs)
+      snprintf(buffer, sizeof buffer, (spec + "ll" + c).c_str(), rd<long long>(take(8)));
+    else
+      snprintf(buffer, sizeof buffer, (spec + c).c_str(), rd<int>(take(4)));
     out += buffer;
   }
   fputs(out.c_str(), stdout);
@@ -44,10 +52,10 @@ void device_vprintf(Thread&, int, uint8_t* ret, uint8_t* format, uint8_t* args) 
 
 void device_assertfail(Thread& t, int at, uint8_t* message, uint8_t* file, uint8_t* line, uint8_t*,
                        uint8_t*) {
-  std::string const text =
-      std::string("device assertion: ") + reinterpret_cast<char const*>(rd<uint64_t>(message)) +
-      " (" + reinterpret_cast<char const*>(rd<uint64_t>(file)) + ":" +
-      std::to_string(rd<uint32_t>(line)) + ")";
+  std::string const text = std::string("device assertion: ") +
+                           reinterpret_cast<char const*>(rd<uint64_t>(message)) + " (" +
+                           reinterpret_cast<char const*>(rd<uint64_t>(file)) + ":" +
+                           std::to_string(rd<uint32_t>(line)) + ")";
   t.fail(at, text.c_str());
 }
 

@@ -53,10 +53,17 @@ void check_columns(Thread& t, int at, uint32_t column, uint32_t n) {
 // Lane and column of register r of lane l; shapes 32x32b, 16x64b, 16x128b, 16x256b.
 void register_cell(int shape, int l, int r, int& row, int& column) {
   switch (shape) {
-    case 0: row = l, column = r; break;
-    case 1: row = l / 4 + 8 * (l % 2), column = l / 2 % 2 + 2 * r; break;
-    case 2: row = l / 4 + 8 * (r % 2), column = l % 4 + 4 * (r / 2); break;
-    default: row = l / 4 + 8 * (r / 2 % 2), column = r % 2 + 2 * (l % 4) + 8 * (r / 4);
+    case 0:
+      row = l, column = r;
+      break;
+    case 1:
+      row = l / 4 + 8 * (l % 2), column = l / 2 % 2 + 2 * r;
+      break;
+    case 2:
+      row = l / 4 + 8 * (r % 2), column = l % 4 + 4 * (r / 2);
+      break;
+    default:
+      row = l / 4 + 8 * (r / 2 % 2), column = r % 2 + 2 * (l % 4) + 8 * (r / 4);
   }
 }
 constexpr uint32_t kShapeColumns[] = {1, 2, 4, 8};
@@ -90,28 +97,31 @@ uint32_t column_bits(uint32_t columns) {
 void Thread::tmem_alloc(int where, int, uint32_t dst, uint32_t n) {
   collective(*this, where, kAligned | uint64_t(where), kAllLanes, nullptr, "tcgen05.alloc",
              [=](Collective&) {
-    if (!cta->tmem) fail(where, "tensor memory exists from compute capability 10.0 on");
-    if (n < 32 || n > 512 || (n & (n - 1))) fail(where, "tcgen05.alloc column count");
-    if (cta->tmem_relinquished) fail(where, "tcgen05.alloc after relinquish_alloc_permit");
-    uint32_t const units = n / 32, wanted = column_bits(n);
-    for (uint32_t s = 0; s + units <= 16; s += units) {
-      if (cta->tmem_busy & wanted << s) continue;
-      cta->tmem_busy |= wanted << s;
-      for (int l = 0; l < 128; ++l) std::fill_n(&cta->tmem[l][s * 32], n, kTmemPoison);
-      wr<uint32_t>(store_shared(where, dst, 4), s * 32);
-      return;
-    }
-    fail(where, "tcgen05.alloc would block for ever: no free columns in this thread block");
-  });
+               if (!cta->tmem) fail(where, "tensor memory exists from compute capability 10.0 on");
+               if (n < 32 || n > 512 || (n & (n - 1))) fail(where, "tcgen05.alloc column count");
+               if (cta->tmem_relinquished)
+                 fail(where, "tcgen05.alloc after relinquish_alloc_permit");
+               uint32_t const units = n / 32, wanted = column_bits(n);
+               for (uint32_t s = 0; s + units <= 16; s += units) {
+                 if (cta->tmem_busy & wanted << s) continue;
+                 cta->tmem_busy |= wanted << s;
+                 for (int l = 0; l < 128; ++l) std::fill_n(&cta->tmem[l][s * 32], n, kTmemPoison);
+                 wr<uint32_t>(store_shared(where, dst, 4), s * 32);
+                 return;
+               }
+               fail(where,
+                    "tcgen05.alloc would block for ever: no free columns in this thread block");
+             });
 }
 
 void Thread::tmem_dealloc(int where, int, uint32_t address, uint32_t n) {
   collective(*this, where, kAligned | uint64_t(where), kAllLanes, nullptr, "tcgen05.dealloc",
              [=](Collective&) {
-    uint32_t const mask = column_bits(n) << (address & 0xffff) / 32;
-    if ((cta->tmem_busy & mask) != mask) fail(where, "tcgen05.dealloc of columns not allocated");
-    cta->tmem_busy &= ~mask;
-  });
+               uint32_t const mask = column_bits(n) << (address & 0xffff) / 32;
+               if ((cta->tmem_busy & mask) != mask)
+                 fail(where, "tcgen05.dealloc of columns not allocated");
+               cta->tmem_busy &= ~mask;
+             });
 }
 
 void Thread::tmem_relinquish(int where, int) {
@@ -121,54 +131,56 @@ void Thread::tmem_relinquish(int where, int) {
 
 void Thread::tmem_load(int where, int shape, int num, int regs, void* const* d, uint32_t address) {
   TmemArg arg{d, nullptr, address};
-  collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.ld",
-             [=](Collective& c) {
-    check_access(*this, where, shape, num, address);
-    auto to = std::make_shared<std::vector<void*>>();
-    for (int l = 0; l < 32; ++l) {
-      TmemArg const& q = tmem_arg(c, l);
-      if (q.address != address) fail(where, "tcgen05.ld address differs over the warp");
-      to->insert(to->end(), q.d, q.d + regs);
-    }
-    auto work = [=, cta = this->cta] {
-      for (int l = 0; l < 32; ++l)
-        for (int r = 0; r < regs; ++r) {
-          int row, column;
-          register_cell(shape, l, r, row, column);
-          if (void* q = (*to)[size_t(l * regs + r)])
-            *static_cast<uint32_t*>(q) = cta->tmem[(address >> 16) + uint32_t(row)][(address & 0xffff) + uint32_t(column)];
+  collective(
+      *this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.ld", [=](Collective& c) {
+        check_access(*this, where, shape, num, address);
+        auto to = std::make_shared<std::vector<void*>>();
+        for (int l = 0; l < 32; ++l) {
+          TmemArg const& q = tmem_arg(c, l);
+          if (q.address != address) fail(where, "tcgen05.ld address differs over the warp");
+          to->insert(to->end(), q.d, q.d + regs);
         }
-    };
-    if (M.settings.tmem_load_at_issue) return work();
-    Done const done = post(*this, where, work);
-    for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_loads.push_back(done);
-  });
+        auto work = [=, cta = this->cta] {
+          for (int l = 0; l < 32; ++l)
+            for (int r = 0; r < regs; ++r) {
+              int row, column;
+              register_cell(shape, l, r, row, column);
+              if (void* q = (*to)[size_t(l * regs + r)])
+                *static_cast<uint32_t*>(q) = cta->tmem[(address >> 16) + uint32_t(row)]
+                                                      [(address & 0xffff) + uint32_t(column)];
+            }
+        };
+        if (M.settings.tmem_load_at_issue) return work();
+        Done const done = post(*this, where, work);
+        for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_loads.push_back(done);
+      });
 }
 
 void Thread::tmem_store(int where, int shape, int num, int regs, uint32_t const* v,
                         uint32_t address) {
   TmemArg arg{nullptr, v, address};
-  collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.st",
-             [=](Collective& c) {
-    check_access(*this, where, shape, num, address);
-    auto from = std::make_shared<std::vector<uint32_t>>();
-    for (int l = 0; l < 32; ++l) {
-      TmemArg const& q = tmem_arg(c, l);
-      if (q.address != address) fail(where, "tcgen05.st address differs over the warp");
-      from->insert(from->end(), q.v, q.v + regs);
-    }
-    auto work = [=, cta = this->cta] {
-      for (int l = 0; l < 32; ++l)
-        for (int r = 0; r < regs; ++r) {
-          int row, column;
-          register_cell(shape, l, r, row, column);
-          cta->tmem[(address >> 16) + uint32_t(row)][(address & 0xffff) + uint32_t(column)] = (*from)[size_t(l * regs + r)];
+  collective(
+      *this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.st", [=](Collective& c) {
+        check_access(*this, where, shape, num, address);
+        auto from = std::make_shared<std::vector<uint32_t>>();
+        for (int l = 0; l < 32; ++l) {
+          TmemArg const& q = tmem_arg(c, l);
+          if (q.address != address) fail(where, "tcgen05.st address differs over the warp");
+          from->insert(from->end(), q.v, q.v + regs);
         }
-    };
-    if (M.settings.tmem_store_at_issue) return work();
-    Done const done = post(*this, where, work);
-    for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_stores.push_back(done);
-  });
+        auto work = [=, cta = this->cta] {
+          for (int l = 0; l < 32; ++l)
+            for (int r = 0; r < regs; ++r) {
+              int row, column;
+              register_cell(shape, l, r, row, column);
+              cta->tmem[(address >> 16) + uint32_t(row)][(address & 0xffff) + uint32_t(column)] =
+                  (*from)[size_t(l * regs + r)];
+            }
+        };
+        if (M.settings.tmem_store_at_issue) return work();
+        Done const done = post(*this, where, work);
+        for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_stores.push_back(done);
+      });
 }
 
 void Thread::tmem_wait(int where, bool store) {
@@ -236,8 +248,10 @@ void execute(Thread& t, int at, MmaOp const& op) {
       Cta& cta = *ctas[cell.cta];
       uint32_t const lane = (op.d >> 16) + cell.lane;
       float values[32];
-      if (op.a_in_tmem) a_row_from_tmem(op, cta, cell.lane, values);
-      else std::copy_n(a + row * 32, op.depth, values);
+      if (op.a_in_tmem)
+        a_row_from_tmem(op, cta, cell.lane, values);
+      else
+        std::copy_n(a + row * 32, op.depth, values);
       for (uint32_t k = 0; k < op.depth; ++k) values[k] *= sign;
       auto const& off = op.disabled_lanes;
       if (!off.empty() && off[lane / 32] >> (lane % 32) & 1) continue;
@@ -289,7 +303,8 @@ void Thread::tcgen05_mma(int where, int group, bool kind_f8, bool a_in_tmem, uin
   op->a_in_tmem = a_in_tmem;
   op->accumulate = accumulate;
   op->disabled_lanes.assign(mask, mask + mask_words);
-  if (hb) op->hb = M.race->operation(*this, {hb->own[kHbTcgen05].id, hb->own[kHbTcgen05].clock + 1});
+  if (hb)
+    op->hb = M.race->operation(*this, {hb->own[kHbTcgen05].id, hb->own[kHbTcgen05].clock + 1});
   push(*this, [=] { execute(*this, where, *op); });
 }
 

@@ -36,8 +36,8 @@ struct KernelInfo {
   KernelFn fn;
   uint32_t dynamic_smem_offset;  // in the shared window; the first KiB belongs to the system
   uint32_t param_bytes;
-  uint32_t max_threads;       // .maxntid, 0: none
-  uint32_t cluster[3];        // .reqnctapercluster, 0: none
+  uint32_t max_threads;  // .maxntid, 0: none
+  uint32_t cluster[3];   // .reqnctapercluster, 0: none
   uint32_t num_params;
   ParamInfo const* params;
 };
@@ -101,7 +101,7 @@ struct Thread {
   // ---- memory: each returns the host address of `n` bytes after checking the access
   uint8_t* load_shared(int at, uint32_t address, uint32_t n);
   uint8_t* store_shared(int at, uint32_t address, uint32_t n);
-  uint8_t* load_global(int at, uint64_t address, uint32_t n);   // generic addresses too
+  uint8_t* load_global(int at, uint64_t address, uint32_t n);  // generic addresses too
   uint8_t* store_global(int at, uint64_t address, uint32_t n);
   uint8_t* load_strong(int at, bool shared, uint64_t address, uint32_t n, int order, int scope);
   uint8_t* store_strong(int at, bool shared, uint64_t address, uint32_t n, int order, int scope);
@@ -111,7 +111,9 @@ struct Thread {
   void fence_mbarrier_init(int at);
   uint64_t to_shared(uint64_t generic) { return generic - uint64_t(arena); }
   uint64_t from_shared(uint64_t address) { return address + uint64_t(arena); }
-  bool is_shared(uint64_t g) { return g - uint64_t(arena) < uint64_t(kMaxClusterSize) * kCtaStride; }
+  bool is_shared(uint64_t g) {
+    return g - uint64_t(arena) < uint64_t(kMaxClusterSize) * kCtaStride;
+  }
   bool is_local(uint64_t g);
   bool is_global(uint64_t g) { return !is_shared(g) && !is_local(g); }
   bool is_const(uint64_t) { return false; }
@@ -142,7 +144,9 @@ struct Thread {
   bool bar_red_or(int at, uint32_t id, uint32_t n, bool v);
   void cluster_arrive(int at, bool release);
   void cluster_wait(int at, bool acquire);
-  uint32_t mapa(uint32_t address, uint32_t r) { return (address & (kCtaStride - 1)) | r << kCtaShift; }
+  uint32_t mapa(uint32_t address, uint32_t r) {
+    return (address & (kCtaStride - 1)) | r << kCtaShift;
+  }
   uint64_t mapa64(uint64_t g, uint32_t r) { return from_shared(mapa(uint32_t(to_shared(g)), r)); }
 
   // ---- mbarriers

@@ -10,9 +10,9 @@ namespace {
 constexpr uint32_t kMagic = 0x7a3d11ce;
 // Bytes of an element, by CUtensorMapDataType.
 constexpr uint32_t kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
-constexpr Element kElementTypes[] = {Element::kB8,   Element::kB8,   Element::kU32, Element::kS32,
-                                     Element::kU64,  Element::kS64,  Element::kF16, Element::kF32,
-                                     Element::kF64,  Element::kBF16, Element::kF32, Element::kF32,
+constexpr Element kElementTypes[] = {Element::kB8,  Element::kB8,   Element::kU32, Element::kS32,
+                                     Element::kU64, Element::kS64,  Element::kF16, Element::kF32,
+                                     Element::kF64, Element::kBF16, Element::kF32, Element::kF32,
                                      Element::kF32};
 
 struct TensorMap {
@@ -80,26 +80,41 @@ void reduce_each(uint8_t* g, uint8_t const* s, uint32_t n, F op) {
 template <class V>
 bool reduce_numbers(Reduction r, uint8_t* g, uint8_t const* s, uint32_t n) {
   switch (r) {
-    case Reduction::kAdd: reduce_each<V>(g, s, n, [](V a, V c) { return a + c; }); return true;
-    case Reduction::kMin: reduce_each<V>(g, s, n, [](V a, V c) { return std::min(a, c); }); return true;
-    case Reduction::kMax: reduce_each<V>(g, s, n, [](V a, V c) { return std::max(a, c); }); return true;
-    default: return false;
+    case Reduction::kAdd:
+      reduce_each<V>(g, s, n, [](V a, V c) { return a + c; });
+      return true;
+    case Reduction::kMin:
+      reduce_each<V>(g, s, n, [](V a, V c) { return std::min(a, c); });
+      return true;
+    case Reduction::kMax:
+      reduce_each<V>(g, s, n, [](V a, V c) { return std::max(a, c); });
+      return true;
+    default:
+      return false;
   }
 }
 
 template <class V>
 bool reduce_bits(Reduction r, uint8_t* g, uint8_t const* s, uint32_t n) {
   switch (r) {
-    case Reduction::kAnd: reduce_each<V>(g, s, n, [](V a, V c) { return a & c; }); return true;
-    case Reduction::kOr: reduce_each<V>(g, s, n, [](V a, V c) { return a | c; }); return true;
-    case Reduction::kXor: reduce_each<V>(g, s, n, [](V a, V c) { return a ^ c; }); return true;
-    default: return reduce_numbers<V>(r, g, s, n);
+    case Reduction::kAnd:
+      reduce_each<V>(g, s, n, [](V a, V c) { return a & c; });
+      return true;
+    case Reduction::kOr:
+      reduce_each<V>(g, s, n, [](V a, V c) { return a | c; });
+      return true;
+    case Reduction::kXor:
+      reduce_each<V>(g, s, n, [](V a, V c) { return a ^ c; });
+      return true;
+    default:
+      return reduce_numbers<V>(r, g, s, n);
   }
 }
 
 bool reduce_halves(Reduction r, bool bf16, uint8_t* g, uint8_t const* s, uint32_t n) {
   auto with = [&](auto f16, auto b16) {
-    reduce_each<uint16_t>(g, s, n, [&](uint16_t a, uint16_t c) { return bf16 ? b16(a, c) : f16(a, c); });
+    reduce_each<uint16_t>(g, s, n,
+                          [&](uint16_t a, uint16_t c) { return bf16 ? b16(a, c) : f16(a, c); });
     return true;
   };
   if (r == Reduction::kAdd) return with(v_add_f16, v_add_bf16);
@@ -118,15 +133,32 @@ void reduce_bytes(Thread& t, int at, Reduction r, Element e, uint8_t* g, uint8_t
   }
   bool known = false;
   switch (e) {
-    case Element::kF32: known = reduce_numbers<float>(r, g, s, n); break;
-    case Element::kF64: known = reduce_numbers<double>(r, g, s, n); break;
-    case Element::kS32: known = reduce_bits<int32_t>(r, g, s, n); break;
-    case Element::kU32: known = reduce_bits<uint32_t>(r, g, s, n); break;
-    case Element::kS64: known = reduce_bits<int64_t>(r, g, s, n); break;
-    case Element::kU64: known = reduce_bits<uint64_t>(r, g, s, n); break;
-    case Element::kF16: known = reduce_halves(r, false, g, s, n); break;
-    case Element::kBF16: known = reduce_halves(r, true, g, s, n); break;
-    default: break;
+    case Element::kF32:
+      known = reduce_numbers<float>(r, g, s, n);
+      break;
+    case Element::kF64:
+      known = reduce_numbers<double>(r, g, s, n);
+      break;
+    case Element::kS32:
+      known = reduce_bits<int32_t>(r, g, s, n);
+      break;
+    case Element::kU32:
+      known = reduce_bits<uint32_t>(r, g, s, n);
+      break;
+    case Element::kS64:
+      known = reduce_bits<int64_t>(r, g, s, n);
+      break;
+    case Element::kU64:
+      known = reduce_bits<uint64_t>(r, g, s, n);
+      break;
+    case Element::kF16:
+      known = reduce_halves(r, false, g, s, n);
+      break;
+    case Element::kBF16:
+      known = reduce_halves(r, true, g, s, n);
+      break;
+    default:
+      break;
   }
   if (!known) t.fail(at, "this reduction of this type is not modelled");
 }
@@ -168,9 +200,8 @@ void Thread::tma_load(int where, int rank_, uint32_t dst, uint64_t map, int32_t 
     if (!(mask >> r & 1)) continue;
     uint32_t const d = mapa(dst, r);
     // With cta_group::2 the barrier may be the one of either block of the pair.
-    uint32_t const b = cta_group == 2
-                           ? mapa(barrier, (r & ~1u) | (barrier >> kCtaShift & 1))
-                           : mapa(barrier, r);
+    uint32_t const b =
+        cta_group == 2 ? mapa(barrier, (r & ~1u) | (barrier >> kCtaShift & 1)) : mapa(barrier, r);
     shared_range(*this, where, d, bytes);
     mbarrier_check(*this, where, b);
     post(*this, where, [=]() mutable {

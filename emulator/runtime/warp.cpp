@@ -80,15 +80,21 @@ uint32_t Thread::shfl(int where, int mode, uint32_t v, uint32_t b, uint32_t c, u
       int const limit = int((l & segment) | (clamp & ~segment)), first = int(l & segment);
       int j = 0;
       switch (mode) {
-        case 0: j = int(uint32_t(first) | (offset & ~segment)); break;
-        case 1: j = int(l) - int(offset); break;
-        case 2: j = int(l + offset); break;
-        default: j = int(l ^ offset);
+        case 0:
+          j = int(uint32_t(first) | (offset & ~segment));
+          break;
+        case 1:
+          j = int(l) - int(offset);
+          break;
+        case 2:
+          j = int(l + offset);
+          break;
+        default:
+          j = int(l ^ offset);
       }
       q.valid = mode == 1 ? j >= limit : j <= limit;
       if (!q.valid) j = int(l);
-      if (!(k.arrived >> j & 1))
-        fail(where, "shfl.sync reads a lane that does not take part");
+      if (!(k.arrived >> j & 1)) fail(where, "shfl.sync reads a lane that does not take part");
       q.result = arg_of<ShflArg>(k, uint32_t(j)).v;
     });
   });
@@ -149,13 +155,20 @@ uint64_t Thread::redux(int where, int op, uint64_t v, bool is_signed, uint32_t m
     each_lane(k.arrived, [&](uint32_t l) {
       uint32_t const x = uint32_t(arg_of<ValueArg>(k, l).v);
       bool const less = is_signed ? int32_t(x) < int32_t(r) : x < r;
-      if (first) r = x;
-      else if (op == 0) r += x;
-      else if (op == 1) r = less ? x : r;
-      else if (op == 2) r = less ? r : x;
-      else if (op == 3) r &= x;
-      else if (op == 4) r |= x;
-      else r ^= x;
+      if (first)
+        r = x;
+      else if (op == 0)
+        r += x;
+      else if (op == 1)
+        r = less ? x : r;
+      else if (op == 2)
+        r = less ? r : x;
+      else if (op == 3)
+        r &= x;
+      else if (op == 4)
+        r |= x;
+      else
+        r ^= x;
       first = false;
     });
     each_lane(k.arrived, [&](uint32_t l) { arg_of<ValueArg>(k, l).result = r; });

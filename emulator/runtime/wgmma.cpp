@@ -18,13 +18,13 @@ void gather_operand(Thread& t, int at, Cta& cta, Operand const& o, bool mn_major
       uint32_t const a = chunk_address(o, mn_major, size, row, k);
       if (a + 16 > cta.smem_size) t.fail(at, "a matrix descriptor reaches outside shared memory");
       async_read(t, at, cta.rank << kCtaShift | a, 16, num_ops ? ops[0] : HbOperation{});
-      for (int i = 1; i < num_ops; ++i)
-        async_read(t, at, cta.rank << kCtaShift | a, 16, ops[i]);
+      for (int i = 1; i < num_ops; ++i) async_read(t, at, cta.rank << kCtaShift | a, 16, ops[i]);
       for (uint32_t i = 0; i < per_chunk; ++i) {
         uint32_t bits = 0;
         memcpy(&bits, base + a + i * size, size);
         uint32_t const r = mn_major ? row + i : row, kk = mn_major ? k : k + i;
-        if (r < rows && kk < depth) out[by_depth ? kk * pitch + r : r * pitch + kk] = element_to_float(e, bits);
+        if (r < rows && kk < depth)
+          out[by_depth ? kk * pitch + r : r * pitch + kk] = element_to_float(e, bits);
       }
     }
 }
@@ -56,9 +56,12 @@ float read_cell(WgmmaOp const& op, int row, int col) {
 
 void write_cell(WgmmaOp const& op, int row, int col, float x) {
   uint32_t* p = cell(op, row, col);
-  if (!op.f16_accumulator) *p = b(x);
-  else if (col % 2) *p = (*p & 0xffff) | uint32_t(to_f16_rn(x)) << 16;
-  else *p = (*p & 0xffff0000u) | to_f16_rn(x);
+  if (!op.f16_accumulator)
+    *p = b(x);
+  else if (col % 2)
+    *p = (*p & 0xffff) | uint32_t(to_f16_rn(x)) << 16;
+  else
+    *p = (*p & 0xffff0000u) | to_f16_rn(x);
 }
 
 void a_row_from_registers(WgmmaOp const& op, int row, float* a) {
@@ -133,7 +136,9 @@ void Thread::wgmma(int where, int n, Element a_type, Element b_type, void* const
   op->n = n;
   op->a_type = a_type;
   op->b_type = b_type;
-  op->size = a_type == Element::kTF32 ? 4 : a_type == Element::kF16 || a_type == Element::kBF16 ? 2 : 1;
+  op->size = a_type == Element::kTF32                              ? 4
+             : a_type == Element::kF16 || a_type == Element::kBF16 ? 2
+                                                                   : 1;
   op->depth = 32 / op->size;
   op->registers = a != nullptr;
   op->scale_d = scale_d;

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from .function import FLOATS, HANDLERS, PACKED, STORAGE_TYPES, VALUE_TYPES
+from .function import (
+    FLOATS,
+    HANDLERS,
+    PACKED,
+    STORAGE_TYPES,
+    VALUE_TYPES,
+    function_name,
+    instruction,
+)
 from .function import FunctionTranslator as F
 from .function import Instruction as I
-from .function import function_name, instruction
 from .ptx import SIZES, TranslationError
 
 ROUNDING = {"rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
@@ -35,7 +42,9 @@ def _packed(f: F, i: I, op: str) -> str:
     if mode := i.one_of(*ROUNDING):
         lanes = []
         for part in ("lo2", "hi2"):
-            lanes.append(f"rounded_{op}({ROUNDING[mode]},{','.join(f'{part}({v})' for v in values)})")
+            lanes.append(
+                f"rounded_{op}({ROUNDING[mode]},{','.join(f'{part}({v})' for v in values)})"
+            )
         return f.put(i.ops[0], f"p2({lanes[0]},{lanes[1]})", i.type)
     relu = "_relu" if i.has("relu") else ""
     return f.put(i.ops[0], f"v_{op}{relu}_{i.type}({','.join(values)})", i.type)
@@ -64,7 +73,9 @@ def add(f: F, i: I) -> str | list[str]:
     if i.type in FLOATS:
         return _float_result(f, i, f"({a}{sign}{c})", f"rounded_{op}", [a, c])
     if i.has("sat"):
-        return f.put(i.ops[0], f"isat<{VALUE_TYPES[i.type]}>((int64_t){a}{sign}(int64_t){c})", i.type)
+        return f.put(
+            i.ops[0], f"isat<{VALUE_TYPES[i.type]}>((int64_t){a}{sign}(int64_t){c})", i.type
+        )
     u = _unsigned(i.type)
     return f.put(i.ops[0], f"({VALUE_TYPES[i.type]})(({u}){a}{sign}({u}){c})", i.type)
 
@@ -168,7 +179,9 @@ def neg(f: F, i: I) -> str:
         mask = {2: "0x8000", 4: "0x80008000u", 8: "0x8000000080000000ull"}[SIZES[i.type]]
         return f.put(i.ops[0], f"({f.value(i.ops[1], bits)}^{mask})", bits)
     v = f.value(i.ops[1], i.type)
-    return f.put(i.ops[0], f"(-{v})" if i.type in FLOATS else f"({VALUE_TYPES[i.type]})(0-{v})", i.type)
+    return f.put(
+        i.ops[0], f"(-{v})" if i.type in FLOATS else f"({VALUE_TYPES[i.type]})(0-{v})", i.type
+    )
 
 
 @instruction("ex2 lg2 rcp sqrt rsqrt tanh sin cos", "approx ftz rn")
@@ -186,8 +199,12 @@ def copysign(f: F, i: I) -> str:
 
 @instruction("testp", "finite infinite notanumber number")
 def testp(f: F, i: I) -> str:
-    fn = {"finite": "std::isfinite", "infinite": "std::isinf", "notanumber": "std::isnan",
-          "number": "!std::isnan"}[i.parts[1]]
+    fn = {
+        "finite": "std::isfinite",
+        "infinite": "std::isinf",
+        "notanumber": "std::isnan",
+        "number": "!std::isnan",
+    }[i.parts[1]]
     return f.put(i.ops[0], f"{fn}({f.value(i.ops[1], i.type)})", "pred")
 
 
@@ -196,12 +213,16 @@ def logic(f: F, i: I) -> str:
     sign = {"and": "&", "or": "|", "xor": "^"}[i.parts[0]]
     if i.type == "pred":
         sign = {"&": "&&", "|": "||", "^": "!="}[sign]
-    return f.put(i.ops[0], f"({f.value(i.ops[1], i.type)}{sign}{f.value(i.ops[2], i.type)})", i.type)
+    return f.put(
+        i.ops[0], f"({f.value(i.ops[1], i.type)}{sign}{f.value(i.ops[2], i.type)})", i.type
+    )
 
 
 @instruction("not", "")
 def not_(f: F, i: I) -> str:
-    return f.put(i.ops[0], f"({'!' if i.type == 'pred' else '~'}{f.value(i.ops[1], i.type)})", i.type)
+    return f.put(
+        i.ops[0], f"({'!' if i.type == 'pred' else '~'}{f.value(i.ops[1], i.type)})", i.type
+    )
 
 
 @instruction("shl shr", "")
@@ -255,8 +276,18 @@ def bits(f: F, i: I) -> str:
     return f.put(i.ops[0], f"(uint32_t)(31-(int)clz32({v}))", "u32")
 
 
-COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<",
-           "ls": "<=", "hi": ">", "hs": ">="}
+COMPARE = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
 
 
@@ -312,13 +343,18 @@ def mov(f: F, i: I) -> str | list[str]:
         width = size // len(names)
         part = f"u{width * 8}"
         out = [f"{STORAGE_TYPES[size]} t_={f.value(src, bits_type)};"]
-        return out + [f.put(x, f"({VALUE_TYPES[part]})(t_>>{8 * width * k})", part)
-                      for k, x in enumerate(names) if x != "_"]
+        return out + [
+            f.put(x, f"({VALUE_TYPES[part]})(t_>>{8 * width * k})", part)
+            for k, x in enumerate(names)
+            if x != "_"
+        ]
     if src.startswith("{"):
         names = f.vector(src)
         width = size // len(names)
-        e = "|".join(f"(({STORAGE_TYPES[size]})({f.value(x, f'u{width * 8}')})<<{8 * width * k})"
-                     for k, x in enumerate(names))
+        e = "|".join(
+            f"(({STORAGE_TYPES[size]})({f.value(x, f'u{width * 8}')})<<{8 * width * k})"
+            for k, x in enumerate(names)
+        )
         return f.put(dst, e, bits_type)
     t = bits_type if i.type in FLOATS else i.type
     return f.put(dst, f.value(src, t), t)
@@ -358,8 +394,7 @@ def _cvt_packed(f: F, i: I) -> str | None:
     return None
 
 
-@instruction("cvt", "rn rz rm rp rna rni rzi rmi rpi ftz sat satfinite relu rs "
-                    "e4m3x2 e5m2x2")
+@instruction("cvt", "rn rz rm rp rna rni rzi rmi rpi ftz sat satfinite relu rs e4m3x2 e5m2x2")
 def cvt(f: F, i: I) -> str:
     packed = _cvt_packed(f, i)
     if packed:
@@ -414,7 +449,7 @@ def bra(f: F, i: I) -> str:
 @instruction("brx", "idx uni")
 def brx(f: F, i: I) -> str:
     cases = " ".join(f"case {k}: {f.goto(t, i.at)}" for k, t in enumerate(f.targets(i.ops[1])))
-    return f"switch ({f.value(i.ops[0], 'u32')}) {{ {cases} default: T.fail({i.at},\"brx.idx\"); }}"
+    return f'switch ({f.value(i.ops[0], "u32")}) {{ {cases} default: T.fail({i.at},"brx.idx"); }}'
 
 
 @instruction("ret", "uni")
@@ -451,8 +486,10 @@ def call(f: F, i: I) -> str:
         raise TranslationError(f"call of {name} (indirect or undefined)")
     f.calls.add(name)
     inner = "".join(f",{p}" for p in pointers)
-    return (f"{{ auto* f_=T.function; T.function=&info_{function_name(callee)}; "
-            f"{function_name(callee)}(T{inner}); T.function=f_; }}")
+    return (
+        f"{{ auto* f_=T.function; T.function=&info_{function_name(callee)}; "
+        f"{function_name(callee)}(T{inner}); T.function=f_; }}"
+    )
 
 
 __all__ = ["HANDLERS"]

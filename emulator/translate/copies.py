@@ -9,13 +9,48 @@ from .function import Instruction as I
 from .function import instruction
 from .ptx import TranslationError, split_operands
 
-ELEMENTS = {"b8": "kB8", "f16": "kF16", "bf16": "kBF16", "f32": "kF32", "f64": "kF64",
-            "s32": "kS32", "u32": "kU32", "b32": "kU32", "u64": "kU64", "s64": "kS64", "b64": "kU64"}
+ELEMENTS = {
+    "b8": "kB8",
+    "f16": "kF16",
+    "bf16": "kBF16",
+    "f32": "kF32",
+    "f64": "kF64",
+    "s32": "kS32",
+    "u32": "kU32",
+    "b32": "kU32",
+    "u64": "kU64",
+    "s64": "kS64",
+    "b64": "kU64",
+}
 REDUCTIONS = ("add", "min", "max", "and", "or", "xor")
 BULK_QUALIFIERS = frozenset(
-    "async bulk reduce tensor prefetch commit_group wait_group read global shared::cta "
-    "shared::cluster bulk_group mbarrier::complete_tx::bytes multicast::cluster L2::cache_hint "
-    "tile 1d 2d 3d 4d 5d cta_group::1 cta_group::2 noftz L2".split()
+    [
+        "async",
+        "bulk",
+        "reduce",
+        "tensor",
+        "prefetch",
+        "commit_group",
+        "wait_group",
+        "read",
+        "global",
+        "shared::cta",
+        "shared::cluster",
+        "bulk_group",
+        "mbarrier::complete_tx::bytes",
+        "multicast::cluster",
+        "L2::cache_hint",
+        "tile",
+        "1d",
+        "2d",
+        "3d",
+        "4d",
+        "5d",
+        "cta_group::1",
+        "cta_group::2",
+        "noftz",
+        "L2",
+    ]
 )
 
 
@@ -46,8 +81,10 @@ def copy(f: F, i: I) -> str:
             source_size = f"({f.value(i.ops[3], 'pred')}?0u:{size})"
         else:
             source_size = f.value(i.ops[3], "u32")
-    return (f"T.cp_async({i.at},{f.shared_address(i.ops[0])},{f.address(i.ops[1])},{size},"
-            f"{source_size});")
+    return (
+        f"T.cp_async({i.at},{f.shared_address(i.ops[0])},{f.address(i.ops[1])},{size},"
+        f"{source_size});"
+    )
 
 
 def _reduction(i: I) -> tuple[str, str]:
@@ -72,16 +109,21 @@ def _bulk(f: F, i: I) -> str:
     size = f.value(i.ops[2], "u32")
     spaces = [p for p in i.parts if p in ("global", "shared::cta", "shared::cluster")]
     if spaces[0] == "global":
-        return (f"T.bulk_store({i.at},{f.address(i.ops[0])},{f.shared_address(i.ops[1])},{size},"
-                f"{reduction},{element});")
+        return (
+            f"T.bulk_store({i.at},{f.address(i.ops[0])},{f.shared_address(i.ops[1])},{size},"
+            f"{reduction},{element});"
+        )
     dst, barrier = f.shared_address(i.ops[0]), f.shared_address(i.ops[3])
     if spaces[1] == "shared::cta":
-        return (f"T.bulk_peer({i.at},{dst},{f.shared_address(i.ops[1])},{size},{barrier},"
-                f"{reduction},{element});")
+        return (
+            f"T.bulk_peer({i.at},{dst},{f.shared_address(i.ops[1])},{size},{barrier},"
+            f"{reduction},{element});"
+        )
     multicast = i.has("multicast::cluster")
     mask = f.value(i.ops[4], "u16") if multicast else "0"
-    return (f"T.bulk_load({i.at},{dst},{f.address(i.ops[1])},{size},{barrier},{int(multicast)},"
-            f"{mask});")
+    return (
+        f"T.bulk_load({i.at},{dst},{f.address(i.ops[1])},{size},{barrier},{int(multicast)},{mask});"
+    )
 
 
 def _tensor(f: F, i: I) -> str:
@@ -94,12 +136,14 @@ def _tensor(f: F, i: I) -> str:
     coordinates = f.values(split_operands(m.group(2)), "s32")
     if not load:
         reduction, _ = _reduction(i)
-        return (f"T.tma_store({i.at},{rank},{f.shared_address(i.ops[1])},{tensor},{coordinates},"
-                f"{reduction});")
+        return (
+            f"T.tma_store({i.at},{rank},{f.shared_address(i.ops[1])},{tensor},{coordinates},"
+            f"{reduction});"
+        )
     multicast = i.has("multicast::cluster")
     mask = f.value(i.ops[3], "u16") if multicast else "0"
     group = 2 if i.has("cta_group::2") else 1
-    return (f"T.tma_load({i.at},{rank},{f.shared_address(i.ops[0])},{tensor},{coordinates},"
-            f"{f.shared_address(i.ops[2])},{int(multicast)},{mask},{group});")
-
-
+    return (
+        f"T.tma_load({i.at},{rank},{f.shared_address(i.ops[0])},{tensor},{coordinates},"
+        f"{f.shared_address(i.ops[2])},{int(multicast)},{mask},{group});"
+    )

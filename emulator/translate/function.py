@@ -39,8 +39,16 @@ SPECIAL_REGISTERS = {
     "%lanemask_gt": "(~((2u<<T.lane)-1u))",
 }  # fmt: skip
 for _i, _c in enumerate("xyz"):
-    for _n in ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid",
-               "cluster_nctaid"):
+    for _n in (
+        "tid",
+        "ntid",
+        "ctaid",
+        "nctaid",
+        "clusterid",
+        "nclusterid",
+        "cluster_ctaid",
+        "cluster_nctaid",
+    ):
         SPECIAL_REGISTERS[f"%{_n}.{_c}"] = f"T.{_n}[{_i}]"
 
 
@@ -212,8 +220,9 @@ class FunctionTranslator:
                     name = "r_" + c_name(k.group(1)) + suffix + "_"
                     scope["ranges"][k.group(1)] = (name, m.group(1), int(k.group(2)))
                 else:
-                    scope["registers"][r] = self._declare("r_" + c_name(r) + suffix + "_",
-                                                          m.group(1))
+                    scope["registers"][r] = self._declare(
+                        "r_" + c_name(r) + suffix + "_", m.group(1)
+                    )
         elif m := re.match(
             r"\.(local|param)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[(\d+)\])?$", text
         ):

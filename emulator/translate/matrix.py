@@ -36,7 +36,9 @@ def movmatrix(f: F, i: I) -> str:
 def mma(f: F, i: I) -> str:
     m = re.fullmatch(
         r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(?:\.kind::f8f6f4)?"
-        r"\.(f32|f16)\.(\w+)\.(\w+)\.(f32|f16)", i.opcode)
+        r"\.(f32|f16)\.(\w+)\.(\w+)\.(f32|f16)",
+        i.opcode,
+    )
     if not m or m.group(3) not in OPERAND_TYPES or m.group(4) not in OPERAND_TYPES:
         raise TranslationError("mma shape or type")
     k, d_type, a_type, b_type, c_type = m.groups()
@@ -46,9 +48,11 @@ def mma(f: F, i: I) -> str:
     a_regs = 16 * int(k) * OPERAND_BITS[a_type] // (32 * 32)
     if len(a) != a_regs or len(b) != a_regs // 2 or len(d) != (4 if d_type == "f32" else 2):
         raise TranslationError("mma registers")
-    return (f"T.mma({i.at},{a_regs},Element::{OPERAND_TYPES[a_type]},"
-            f"Element::{OPERAND_TYPES[b_type]},{int(d_type == 'f16')},{f.pointers(d)},"
-            f"{f.values(a, 'b32')},{f.values(b, 'b32')},{f.values(c, 'b32')});")
+    return (
+        f"T.mma({i.at},{a_regs},Element::{OPERAND_TYPES[a_type]},"
+        f"Element::{OPERAND_TYPES[b_type]},{int(d_type == 'f16')},{f.pointers(d)},"
+        f"{f.values(a, 'b32')},{f.values(b, 'b32')},{f.values(c, 'b32')});"
+    )
 
 
 @instruction("wgmma")
@@ -58,31 +62,61 @@ def wgmma(f: F, i: I) -> str:
         return f"T.wgmma_{kind.split('_')[0]}({i.at});"
     if kind == "wait_group":
         return f"T.wgmma_wait({i.at},{f.value(i.ops[0], 'u32')});"
-    m = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16)\.(\w+)\.(\w+)",
-                     i.opcode)
+    m = re.fullmatch(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16)\.(\w+)\.(\w+)", i.opcode
+    )
     if not m or m.group(4) not in OPERAND_TYPES or m.group(5) not in OPERAND_TYPES:
         raise TranslationError("wgmma shape or type")
     n, k, d_type, a_type, b_type = m.groups()
     if int(k) * OPERAND_BITS[a_type] != 256:
         raise TranslationError("wgmma depth")
     in_registers = i.ops[1].startswith("{")
-    a = (f"{f.pointers(f.vector(i.ops[1]))},0ull" if in_registers
-         else f"nullptr,{f.value(i.ops[1], 'u64')}")
+    a = (
+        f"{f.pointers(f.vector(i.ops[1]))},0ull"
+        if in_registers
+        else f"nullptr,{f.value(i.ops[1], 'u64')}"
+    )
     transpose = [f.value(o, "u32") for o in i.ops[6:]]
     a_mn = transpose.pop(0) if len(transpose) == 2 else "0"
     b_mn = transpose.pop(0) if transpose else "0"
     scales = f"{f.value(i.ops[3], 'pred')},{f.value(i.ops[4], 's32')},{f.value(i.ops[5], 's32')}"
-    return (f"T.wgmma({i.at},{n},Element::{OPERAND_TYPES[a_type]},Element::{OPERAND_TYPES[b_type]},"
-            f"{f.pointers(f.vector(i.ops[0]))},{a},{f.value(i.ops[2], 'u64')},{scales},"
-            f"{a_mn},{b_mn},{int(d_type == 'f16')});")
+    return (
+        f"T.wgmma({i.at},{n},Element::{OPERAND_TYPES[a_type]},Element::{OPERAND_TYPES[b_type]},"
+        f"{f.pointers(f.vector(i.ops[0]))},{a},{f.value(i.ops[2], 'u64')},{scales},"
+        f"{a_mn},{b_mn},{int(d_type == 'f16')});"
+    )
 
 
 SHAPES = {"32x32b": 0, "16x64b": 1, "16x128b": 2, "16x256b": 3}
 TCGEN05 = frozenset(
-    "alloc dealloc relinquish_alloc_permit ld st wait::ld wait::st fence::before_thread_sync "
-    "fence::after_thread_sync commit mma cp sync aligned cta_group::1 cta_group::2 shared::cta "
-    "shared::cluster mbarrier::arrive::one multicast::cluster kind::f16 kind::f8f6f4 128x256b "
-    "128x128b b32 b64".split()
+    [
+        "alloc",
+        "dealloc",
+        "relinquish_alloc_permit",
+        "ld",
+        "st",
+        "wait::ld",
+        "wait::st",
+        "fence::before_thread_sync",
+        "fence::after_thread_sync",
+        "commit",
+        "mma",
+        "cp",
+        "sync",
+        "aligned",
+        "cta_group::1",
+        "cta_group::2",
+        "shared::cta",
+        "shared::cluster",
+        "mbarrier::arrive::one",
+        "multicast::cluster",
+        "kind::f16",
+        "kind::f8f6f4",
+        "128x256b",
+        "128x128b",
+        "b32",
+        "b64",
+    ]
 )
 
 
@@ -94,11 +128,13 @@ def tcgen05(f: F, i: I) -> str:
     kind = i.parts[1]
     group = 2 if i.has("cta_group::2") else 1
     if kind == "alloc":
-        return (f"T.tmem_alloc({i.at},{group},{f.shared_address(i.ops[0])},"
-                f"{f.value(i.ops[1], 'u32')});")
+        return (
+            f"T.tmem_alloc({i.at},{group},{f.shared_address(i.ops[0])},{f.value(i.ops[1], 'u32')});"
+        )
     if kind == "dealloc":
-        return (f"T.tmem_dealloc({i.at},{group},{f.value(i.ops[0], 'u32')},"
-                f"{f.value(i.ops[1], 'u32')});")
+        return (
+            f"T.tmem_dealloc({i.at},{group},{f.value(i.ops[0], 'u32')},{f.value(i.ops[1], 'u32')});"
+        )
     if kind == "relinquish_alloc_permit":
         return f"T.tmem_relinquish({i.at},{group});"
     if kind in ("ld", "st"):
@@ -110,11 +146,15 @@ def tcgen05(f: F, i: I) -> str:
     if kind == "commit":
         multicast = i.has("multicast::cluster")
         mask = f.value(i.ops[1], "u16") if multicast else "0"
-        return (f"T.tcgen05_commit({i.at},{group},{f.shared_address(i.ops[0])},{int(multicast)},"
-                f"{mask});")
+        return (
+            f"T.tcgen05_commit({i.at},{group},{f.shared_address(i.ops[0])},{int(multicast)},"
+            f"{mask});"
+        )
     if kind == "cp":
-        return (f"T.tcgen05_cp({i.at},{group},{0 if i.has('128x256b') else 1},"
-                f"{f.address(i.ops[0], 32)},{f.value(i.ops[1], 'u64')});")
+        return (
+            f"T.tcgen05_cp({i.at},{group},{0 if i.has('128x256b') else 1},"
+            f"{f.address(i.ops[0], 32)},{f.value(i.ops[1], 'u64')});"
+        )
     if kind == "mma":
         return _tcgen05_mma(f, i, group)
     raise TranslationError(kind)
@@ -141,6 +181,8 @@ def _tcgen05_mma(f: F, i: I, group: int) -> str:
     if len(rest) != 1 or not i.has("kind::f16", "kind::f8f6f4"):
         raise TranslationError("tcgen05.mma kind")
     mask = f.values(disabled, "b32") if disabled else "nullptr"
-    return (f"T.tcgen05_mma({i.at},{group},{int(i.has('kind::f8f6f4'))},{int(in_tmem)},"
-            f"{f.address(i.ops[0], 32)},{a},{f.value(i.ops[2], 'u64')},{f.value(i.ops[3], 'u32')},"
-            f"{mask},{len(disabled)},{f.value(rest[0], 'pred')});")
+    return (
+        f"T.tcgen05_mma({i.at},{group},{int(i.has('kind::f8f6f4'))},{int(in_tmem)},"
+        f"{f.address(i.ops[0], 32)},{a},{f.value(i.ops[2], 'u64')},{f.value(i.ops[3], 'u32')},"
+        f"{mask},{len(disabled)},{f.value(rest[0], 'pred')});"
+    )

@@ -85,8 +85,13 @@ def _global_definition(prefix: str, v: Variable) -> str:
     return f"alignas({align}) {element} {name}[{count}] = {{{items}}};"
 
 
-def _kernel_file(module: PtxModule, f: PtxFunction, prefix: str,
-                 translated: dict[str, FunctionTranslator], code: dict[str, str]) -> tuple[str, int]:
+def _kernel_file(
+    module: PtxModule,
+    f: PtxFunction,
+    prefix: str,
+    translated: dict[str, FunctionTranslator],
+    code: dict[str, str],
+) -> tuple[str, int]:
     names = [*_callees(f, translated), f.name]
     functions = [module.functions[n] for n in names]
     shared, dynamic = _shared_layout(module, functions)
@@ -99,17 +104,23 @@ def _kernel_file(module: PtxModule, f: PtxFunction, prefix: str,
             element = STORAGE_TYPES[SIZES[v.type]] if v.type in FLOATS else VALUE_TYPES[v.type]
         out.append(f"extern {element} {global_name(prefix, g)}[];")
     for n in names[:-1]:
-        out.append(f"extern FunctionInfo const info_{c_name(prefix)}_{function_name(module.functions[n])};")
+        out.append(
+            f"extern FunctionInfo const info_{c_name(prefix)}_{function_name(module.functions[n])};"
+        )
         # Calls name the info without the prefix.
-        out.append(f"#define info_{function_name(module.functions[n])} "
-                   f"info_{c_name(prefix)}_{function_name(module.functions[n])}")
+        out.append(
+            f"#define info_{function_name(module.functions[n])} "
+            f"info_{c_name(prefix)}_{function_name(module.functions[n])}"
+        )
         out.append(translated[n].prototype() + ";")
     out += [code[n] for n in names]
     out.append("}  // namespace px")
     text = "\n".join(out) + "\n"
     # Two modules may hold the same template instance: names get the module's prefix.
-    text = text.replace(f"void {function_name(f)}(Thread& T)",
-                        f"void {c_name(prefix)}_{function_name(f)}(Thread& T)")
+    text = text.replace(
+        f"void {function_name(f)}(Thread& T)",
+        f"void {c_name(prefix)}_{function_name(f)}(Thread& T)",
+    )
     return text, dynamic
 
 
@@ -124,8 +135,10 @@ def _index(module: PtxModule, prefix: str, ptx: Path, sites: Path, dynamic: dict
     for f in module.functions.values():
         name = f"{p}_{function_name(f)}"
         out.append(f"extern FunctionInfo const info_{name};")
-        out.append(f"FunctionInfo const info_{name} = "
-                   f"{{{_quoted(f.name)}, {_quoted(str(ptx))}, {_quoted(str(sites))}}};")
+        out.append(
+            f"FunctionInfo const info_{name} = "
+            f"{{{_quoted(f.name)}, {_quoted(str(ptx))}, {_quoted(str(sites))}}};"
+        )
         if f.entry:
             out.append(f"void {name}(Thread&);")
             rows = ",".join(f"{{{q.offset},{q.size}}}" for q in f.params) or "{0,0}"
@@ -135,15 +148,19 @@ def _index(module: PtxModule, prefix: str, ptx: Path, sites: Path, dynamic: dict
     for f in entries:
         name = f"{p}_{function_name(f)}"
         cluster = ",".join(str(c) for c in f.cluster)
-        out.append(f"  {{&info_{name}, {name}, {dynamic[f.name]}u, {f.param_bytes}u, "
-                   f"{f.max_threads}u, {{{cluster}}}, {len(f.params)}u, params_{name}}},")
+        out.append(
+            f"  {{&info_{name}, {name}, {dynamic[f.name]}u, {f.param_bytes}u, "
+            f"{f.max_threads}u, {{{cluster}}}, {len(f.params)}u, params_{name}}},"
+        )
     out.append("  {}};")
     out.append("static VariableInfo const variables[] = {")
     for v in module.globals.values():
         out.append(f"  {{{_quoted(v.name)}, {global_name(prefix, v.name)}, {v.size}u}},")
     out.append("  {}};")
-    out.append(f"static RegisterModule const registered({{kernels, {len(entries)}u, variables, "
-               f"{len(module.globals)}u}});")
+    out.append(
+        f"static RegisterModule const registered({{kernels, {len(entries)}u, variables, "
+        f"{len(module.globals)}u}});"
+    )
     out.append("}  // namespace px")
     return "\n".join(out) + "\n"
 
@@ -157,8 +174,9 @@ def _sites_text(tables: dict[str, SiteTable]) -> str:
     return "\n".join([*(f"S {text}" for text in frames), *rows]) + "\n"
 
 
-def translate(text: str, prefix: str, ptx: Path, sites: Path, root: Path | None = None
-              ) -> TranslatedModule:
+def translate(
+    text: str, prefix: str, ptx: Path, sites: Path, root: Path | None = None
+) -> TranslatedModule:
     """Translates PTX text.
 
     Args:
@@ -182,6 +200,9 @@ def translate(text: str, prefix: str, ptx: Path, sites: Path, root: Path | None 
     kernels: dict[str, str] = {}
     dynamic: dict[str, int] = {}
     for k, f in enumerate(x for x in module.functions.values() if x.entry):
-        kernels[f"{prefix}.{k}"], dynamic[f.name] = _kernel_file(module, f, prefix, translated, code)
-    return TranslatedModule(kernels, _index(module, prefix, ptx, sites, dynamic),
-                            _sites_text(tables))
+        kernels[f"{prefix}.{k}"], dynamic[f.name] = _kernel_file(
+            module, f, prefix, translated, code
+        )
+    return TranslatedModule(
+        kernels, _index(module, prefix, ptx, sites, dynamic), _sites_text(tables)
+    )

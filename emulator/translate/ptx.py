@@ -95,8 +95,9 @@ def _clean(text: str) -> str:
     # A .file directive holds a quoted path, which may contain "//".
     text = re.sub(r'//[^\n"]*$', "", text, flags=re.M)
     text = re.sub(r"^\s*\.section\s+\S+\s*\{.*?^\s*\}", blank, text, flags=re.S | re.M)
-    return re.sub(r"^(\s*\.(?:loc|file|version|target|address_size)\b[^;\n]*)$", r"\1;", text,
-                  flags=re.M)
+    return re.sub(
+        r"^(\s*\.(?:loc|file|version|target|address_size)\b[^;\n]*)$", r"\1;", text, flags=re.M
+    )
 
 
 def _parameters(text: str | None) -> tuple[list[Parameter], int]:

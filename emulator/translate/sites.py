@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -42,10 +43,8 @@ class SiteTable:
         if file not in self._names:
             name = self._files.get(file, "?")
             if self._root:
-                try:
+                with contextlib.suppress(ValueError):
                     name = str(Path(name).resolve().relative_to(self._root))
-                except ValueError:
-                    pass
             self._names[file] = name
         return self._names[file]
 

@@ -16,8 +16,10 @@ STATE = "shared shared::cta shared::cluster cta cluster b64"
 def shfl(f: F, i: I) -> list[str]:
     dst = [d.strip() for d in i.ops[0].split("|")]
     args = ",".join(f.value(o, "u32") for o in i.ops[1:5])
-    out = [f"bool p_; uint32_t v_=T.shfl({i.at},{SHFL_MODES[i.parts[2]]},{args},p_);",
-           f.put(dst[0], "v_", "b32")]
+    out = [
+        f"bool p_; uint32_t v_=T.shfl({i.at},{SHFL_MODES[i.parts[2]]},{args},p_);",
+        f.put(dst[0], "v_", "b32"),
+    ]
     return out + ([f.put(dst[1], "p_", "pred")] if len(dst) == 2 else [])
 
 
@@ -43,8 +45,10 @@ def redux(f: F, i: I) -> str:
     op = REDUX_OPERATIONS[i.one_of(*REDUX_OPERATIONS) or ""]
     if i.type == "f32":
         raise TranslationError("redux.f32")
-    e = (f"T.redux({i.at},{op},(uint32_t){f.value(i.ops[1], i.type)},{int(i.type == 's32')},"
-         f"{f.value(i.ops[2], 'u32')})")
+    e = (
+        f"T.redux({i.at},{op},(uint32_t){f.value(i.ops[1], i.type)},{int(i.type == 's32')},"
+        f"{f.value(i.ops[2], 'u32')})"
+    )
     return f.put(i.ops[0], f"(uint32_t){e}", "b32")
 
 
@@ -62,8 +66,10 @@ def elect(f: F, i: I) -> list[str]:
     return [*out, f.put(dst[1], "p_", "pred")]
 
 
-@instruction("bar barrier", "warp sync arrive red aligned cta cluster wait and or popc release "
-                            "acquire relaxed")
+@instruction(
+    "bar barrier",
+    "warp sync arrive red aligned cta cluster wait and or popc release acquire relaxed",
+)
 def bar(f: F, i: I) -> str:
     if i.has("cluster"):
         if i.has("arrive"):
@@ -74,8 +80,10 @@ def bar(f: F, i: I) -> str:
     if i.has("red"):
         fn = i.one_of("and", "or", "popc")
         count = f.value(i.ops[2], "u32") if len(i.ops) == 4 else "0u"
-        e = (f"T.bar_red_{fn}({i.at},{f.value(i.ops[1], 'u32')},{count},"
-             f"{f.value(i.ops[-1], 'pred')})")
+        e = (
+            f"T.bar_red_{fn}({i.at},{f.value(i.ops[1], 'u32')},{count},"
+            f"{f.value(i.ops[-1], 'pred')})"
+        )
         return f.put(i.ops[0], e, i.type)
     count = f.value(i.ops[1], "u32") if len(i.ops) > 1 else "0u"
     fn = "arrive" if i.has("arrive") else "sync"
@@ -112,8 +120,11 @@ def _arrive(f: F, i: I) -> str:
     return f.put(dst, e, "b64")
 
 
-@instruction("mbarrier", f"init inval arrive arrive_drop expect_tx complete_tx try_wait test_wait "
-                         f"pending_count parity acquire release relaxed {STATE}")
+@instruction(
+    "mbarrier",
+    f"init inval arrive arrive_drop expect_tx complete_tx try_wait test_wait "
+    f"pending_count parity acquire release relaxed {STATE}",
+)
 def mbarrier(f: F, i: I) -> str:
     kind = i.parts[1]
     if kind == "pending_count":
@@ -126,8 +137,10 @@ def mbarrier(f: F, i: I) -> str:
         else:
             parity = f"T.mbarrier_parity({f.value(i.ops[2], 'u64')})"
         order = "kRelaxed" if i.has("relaxed") else "kAcquire"
-        e = (f"T.mbarrier_wait({i.at},{f.shared_address(i.ops[1])},{parity},"
-             f"{int(kind == 'try_wait')},{order})")
+        e = (
+            f"T.mbarrier_wait({i.at},{f.shared_address(i.ops[1])},{parity},"
+            f"{int(kind == 'try_wait')},{order})"
+        )
         return f.put(i.ops[0], e, "pred")
     address = f.shared_address(i.ops[0])
     if kind == "inval":
@@ -150,19 +163,27 @@ def setmaxnreg(f: F, i: I) -> str:
     return f"T.setmaxnreg({i.at},{int(i.has('inc'))},{f.value(i.ops[0], 'u32')});"
 
 
-@instruction("clusterlaunchcontrol", "try_cancel async shared::cta mbarrier::complete_tx::bytes "
-                                     "multicast::cluster::all query_cancel is_canceled v4 "
-                                     "get_first_ctaid get_first_ctaid::x get_first_ctaid::y "
-                                     "get_first_ctaid::z")
+@instruction(
+    "clusterlaunchcontrol",
+    "try_cancel async shared::cta mbarrier::complete_tx::bytes "
+    "multicast::cluster::all query_cancel is_canceled v4 "
+    "get_first_ctaid get_first_ctaid::x get_first_ctaid::y "
+    "get_first_ctaid::z",
+)
 def clusterlaunchcontrol(f: F, i: I) -> str | list[str]:
     if i.has("try_cancel"):
-        return (f"T.clc_try_cancel({i.at},{f.shared_address(i.ops[0])},"
-                f"{f.shared_address(i.ops[1])},{int(i.has('multicast::cluster::all'))});")
+        return (
+            f"T.clc_try_cancel({i.at},{f.shared_address(i.ops[0])},"
+            f"{f.shared_address(i.ops[1])},{int(i.has('multicast::cluster::all'))});"
+        )
     answer = f.value(i.ops[1], "b128")
     if i.has("is_canceled"):
         return f.put(i.ops[0], f"(({answer}>>96)!=0)", "pred")
     names = f.vector(i.ops[0])
     which = i.one_of("get_first_ctaid::x", "get_first_ctaid::y", "get_first_ctaid::z")
     first = "xyz".index(which[-1]) if which else 0
-    return [f.put(x, f"(uint32_t)({answer}>>{32 * (first + k)})", "b32")
-            for k, x in enumerate(names) if x != "_"]
+    return [
+        f.put(x, f"(uint32_t)({answer}>>{32 * (first + k)})", "b32")
+        for k, x in enumerate(names)
+        if x != "_"
+    ]

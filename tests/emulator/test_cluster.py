@@ -70,8 +70,8 @@ def swizzled(tile: np.ndarray, span: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("swizzle, span", [(0, 16), (1, 32), (2, 64), (3, 128)])
-@pytest.mark.parametrize("x, y", [(0, 0), (8, 5), (-8, -3), (48, 30)])
+@pytest.mark.parametrize(("swizzle", "span"), [(0, 16), (1, 32), (2, 64), (3, 128)])
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (8, 5), (-8, -3), (48, 30)])
 def test_tile(kernels: Any, swizzle: int, span: int, x: int, y: int, policy: str) -> None:
     kernels.configure(policy)
     width, rows, box_x, box_y = 64, 40, max(span, 32) // 2, 16

@@ -23,7 +23,7 @@ def kernels() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "which, words",
+    ("which", "words"),
     [
         (1, "null pointer access"),
         (2, "invalid memory access, address 0x200000000000"),
@@ -42,7 +42,9 @@ def test_stopped(kernels: Any, which: int, words: str) -> None:
     with pytest.raises(Failure, match=words) as error:
         kernels.fail(which, np.zeros(2, np.int32))
     text = str(error.value)
-    assert "fail_kernel" in text and "failures.cu:" in text and "warp 0" in text
+    assert "fail_kernel" in text
+    assert "failures.cu:" in text
+    assert "warp 0" in text
 
 
 def test_device_variables_are_reset(kernels: Any) -> None:

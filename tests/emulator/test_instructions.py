@@ -26,7 +26,7 @@ def bits_of(t: torch.Tensor, dtype: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "name, torch_dtype, raw, k",
+    ("name", "torch_dtype", "raw", "k"),
     [
         ("mma_bf16", torch.bfloat16, np.uint16, 16),
         ("mma_bf16_k8", torch.bfloat16, np.uint16, 8),
@@ -95,8 +95,27 @@ def sample_floats() -> np.ndarray:
     bits = rng.integers(0, 2**32, 2000, dtype=np.uint32)
     ties = bits & 0xFFFF0000 | 0x8000  # halfway between two bfloat16
     ties16 = bits & 0xFFFFE000 | 0x1000  # halfway between two float16 of normal size
-    special = np.array([0, -0.0, np.inf, -np.inf, 448, 464, 465, 57344, 65504, 65520, 2**-9, 2**-10,
-                        1.5 * 2**-10, 2**-24, 2**-25, 3 * 2**-25], np.float32)
+    special = np.array(
+        [
+            0,
+            -0.0,
+            np.inf,
+            -np.inf,
+            448,
+            464,
+            465,
+            57344,
+            65504,
+            65520,
+            2**-9,
+            2**-10,
+            1.5 * 2**-10,
+            2**-24,
+            2**-25,
+            3 * 2**-25,
+        ],
+        np.float32,
+    )
     x = np.concatenate([wide, ties.view(np.float32), ties16.view(np.float32), special, -special])
     return np.ascontiguousarray(x[~np.isnan(x)][: len(x) // 2 * 2])
 
@@ -119,7 +138,10 @@ def test_conversions(kernels: Any) -> None:
     assert (np.abs(truncated)[inside] <= np.abs(x.astype(np.float64))[inside]).all()
     step = np.spacing(np.abs(truncated[inside]).astype(np.float16)).astype(np.float64)
     assert (np.abs(x[inside].astype(np.float64)) - np.abs(truncated[inside]) < step).all()
-    for column, dtype, largest in ((2, torch.float8_e4m3fn, 448.0), (3, torch.float8_e5m2, 57344.0)):
+    for column, dtype, largest in (
+        (2, torch.float8_e4m3fn, 448.0),
+        (3, torch.float8_e5m2, 57344.0),
+    ):
         got = np.stack([out[:, column] & 0xFF, out[:, column] >> 8], 1).astype(np.uint8).reshape(-1)
         expected = t.clamp(-largest, largest).to(dtype)
         assert (got == bits_of(expected, np.uint8)).all()
@@ -178,7 +200,7 @@ def permuted(a: int, b: int, selector: int) -> int:
     for i in range(4):
         s = selector >> (4 * i) & 15
         byte = pool[s & 7]
-        out.append(((0xFF if byte & 0x80 else 0) if s & 8 else byte))
+        out.append((0xFF if byte & 0x80 else 0) if s & 8 else byte)
     return int.from_bytes(bytes(out), "little")
 
 

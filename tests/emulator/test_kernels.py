@@ -44,13 +44,18 @@ def reference(q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
     mask = torch.ones(rows, keys, dtype=torch.bool)
     if causal:
         mask = mask.tril(keys - rows)
-    out = F.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v)),
-                                         attn_mask=mask)
+    out = F.scaled_dot_product_attention(
+        *(x.double().transpose(1, 2) for x in (q, k, v)), attn_mask=mask
+    )
     return torch.nan_to_num(out.transpose(1, 2), 0.0)
 
 
 def inputs(lengths: tuple[int, int], head_dim: int) -> list[torch.Tensor]:
-    shapes = [(1, lengths[0], 2, head_dim), (1, lengths[1], 1, head_dim), (1, lengths[1], 1, head_dim)]
+    shapes = [
+        (1, lengths[0], 2, head_dim),
+        (1, lengths[1], 1, head_dim),
+        (1, lengths[1], 1, head_dim),
+    ]
     return [torch.randn(s).bfloat16() for s in shapes]
 
 
@@ -70,7 +75,9 @@ def check_forward(arch: str, lengths: tuple[int, int], head_dim: int, causal: bo
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_forward(arch: str, policy: str, lengths: tuple[int, int], head_dim: int, causal: bool) -> None:
+def test_forward(
+    arch: str, policy: str, lengths: tuple[int, int], head_dim: int, causal: bool
+) -> None:
     for seed in SEEDS:
         emulator.configure(arch, f"policy={policy},seed={seed},sms={1 + seed}")
         check_forward(arch, lengths, head_dim, causal)

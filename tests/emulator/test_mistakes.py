@@ -59,8 +59,9 @@ class Gemm:
         out[:] = np.nan
         library.warnings()
         try:
-            library.pipeline(self.a, self.b, out, self.rows, self.columns, self.depth, self.blocks,
-                             mistake)
+            library.pipeline(
+                self.a, self.b, out, self.rows, self.columns, self.depth, self.blocks, mistake
+            )
         except Failure as e:
             return str(e)
         wrong = not np.abs(out - self.expected).max() < 1e-3
@@ -81,7 +82,7 @@ def test_right_pipeline(gemm: Gemm, policy: str, race: int) -> None:
         assert gemm.run(library, 0) == ""
 
 
-@pytest.mark.parametrize("mistake, what, words", PIPELINE, ids=[w for _, w, _ in PIPELINE])
+@pytest.mark.parametrize(("mistake", "what", "words"), PIPELINE, ids=[w for _, w, _ in PIPELINE])
 def test_pipeline_mistake(gemm: Gemm, mistake: int, what: str, words: str | None) -> None:
     library = load("pipeline")
     found = set()

@@ -16,11 +16,23 @@ from .test_kernels import ARCHS, inputs, reference
 
 flash_cuda = pytest.importorskip("flash_cuda")
 
-RUNS = ("policy=random,seed=1,race=1", "policy=eager,seed=1,race=0", "policy=lazy,seed=1,race=0",
-        "policy=random,seed=2,race=0")
+RUNS = (
+    "policy=random,seed=1,race=1",
+    "policy=eager,seed=1,race=0",
+    "policy=lazy,seed=1,race=0",
+    "policy=random,seed=2,race=0",
+)
 # Wrong wherever it is planted. Of the other kinds a site may be redundant on this shape (a fence
 # after a fence, the release of a stage that nobody fills again), but most are not.
-ALWAYS_WRONG = ("parity", "bytes", "wgmma_wait", "bulk_wait", "cp_wait", "proxy_fence", "init_fence")
+ALWAYS_WRONG = (
+    "parity",
+    "bytes",
+    "wgmma_wait",
+    "bulk_wait",
+    "cp_wait",
+    "proxy_fence",
+    "init_fence",
+)
 
 
 class Case:
@@ -58,7 +70,9 @@ def test_every_site(arch: str) -> None:
             if not any(case.run(f"{run},plant={site}") for run in RUNS):
                 survivors.append(site)
         kinds = sorted({s.split(":")[0] for s in sites})
-        print(f"{arch}: {len(sites)} mistakes of kinds {', '.join(kinds)}; not noticed: {survivors}")
+        print(
+            f"{arch}: {len(sites)} mistakes of kinds {', '.join(kinds)}; not noticed: {survivors}"
+        )
         assert not [s for s in survivors if s.split(":")[0] in ALWAYS_WRONG], survivors
         assert len(survivors) <= len(sites) // 4, survivors
         for run in RUNS:

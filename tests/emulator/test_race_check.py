@@ -60,7 +60,7 @@ def test_ordered(name: str, policy: str) -> None:
         assert run(library, name, 0)
 
 
-@pytest.mark.parametrize("name, mistake, what", MISTAKES, ids=[w for *_, w in MISTAKES])
+@pytest.mark.parametrize(("name", "mistake", "what"), MISTAKES, ids=[w for *_, w in MISTAKES])
 def test_missing(name: str, mistake: int, what: str) -> None:
     library = load("races")
     reports = []

@@ -56,15 +56,19 @@ def test_lines() -> None:
     text = translated("add.s32 \t%r1, %r1, 1;")
     assert "S csrc/a.cu:7" in text
     assert "S csrc/b.h:3, inlined at csrc/a.cu:8" in text
-    assert '"add"' in text and "128u" in text
+    assert '"add"' in text
+    assert "128u" in text
 
 
 @pytest.mark.parametrize(
-    "instruction, words",
+    ("instruction", "words"),
     [
         ("frobnicate.b32 \t%r1, %r1;", "unknown instruction frobnicate.b32"),
         ("add.xorsign.s32 \t%r1, %r1, 1;", "unknown qualifier .xorsign"),
-        ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r1}, {%r1}, {%r1}, {%r1};", "mma shape"),
+        (
+            "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r1}, {%r1}, {%r1}, {%r1};",
+            "mma shape",
+        ),
         ("add.s32 \t%r1, %q7, 1;", "operand '%q7'"),
         ("call.uni \tsomewhere;", "call of somewhere"),
         ("cvt.rs.f16x2.f32 \t%r1, %r1, %r1;", "stochastic"),
@@ -89,11 +93,14 @@ def test_library_is_cached_and_closed(capfd: pytest.CaptureFixture[str]) -> None
     capfd.readouterr()
     assert build_recipe(recipe) == path
     assert capfd.readouterr().err == ""
-    names = subprocess.run(["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True,
-                           check=True).stdout.split()[2::3]
-    assert names and all(name.startswith("flash_cuda_") for name in names)
-    needed = subprocess.run(["nm", "-D", "-u", str(path)], capture_output=True, text=True,
-                            check=True).stdout
+    names = subprocess.run(
+        ["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
+    ).stdout.split()[2::3]
+    assert names
+    assert all(name.startswith("flash_cuda_") for name in names)
+    needed = subprocess.run(
+        ["nm", "-D", "-u", str(path)], capture_output=True, text=True, check=True
+    ).stdout
     assert "cuda" not in needed
 
 
@@ -104,10 +111,17 @@ def test_a_comment_recompiles_no_kernel(tmp_path: Path, capfd: pytest.CaptureFix
     recipe = Recipe("test_small", "sm90", [source])
     build_recipe(recipe, jobs=1)
     capfd.readouterr()
-    objects = {p for p in emulator.library.cache_folder().glob("objects/*small.*.o")
-               if "index" not in p.name}
+    objects = {
+        p
+        for p in emulator.library.cache_folder().glob("objects/*small.*.o")
+        if "index" not in p.name
+    }
     source.write_text("// A comment.\n\n" + text)
     build_recipe(recipe, jobs=1)
-    after = {p for p in emulator.library.cache_folder().glob("objects/*small.*.o")
-             if "index" not in p.name}
-    assert objects and after == objects
+    after = {
+        p
+        for p in emulator.library.cache_folder().glob("objects/*small.*.o")
+        if "index" not in p.name
+    }
+    assert objects
+    assert after == objects

@@ -56,8 +56,9 @@ def place(matrix: np.ndarray, span: int, mn_major: bool) -> tuple[np.ndarray, np
     return image, layout
 
 
-def run(variant: int, a: torch.Tensor, b: torch.Tensor, span_a: int, span_b: int, mn_a: bool,
-        mn_b: bool) -> np.ndarray:
+def run(
+    variant: int, a: torch.Tensor, b: torch.Tensor, span_a: int, span_b: int, mn_a: bool, mn_b: bool
+) -> np.ndarray:
     def bits(t: torch.Tensor) -> np.ndarray:
         width = np.uint16 if t.element_size() == 2 else np.uint8
         return t.contiguous().view(torch.uint8).numpy().view(width)
@@ -77,7 +78,7 @@ def _strict() -> None:
 
 @pytest.mark.parametrize("span_b", [16, 32, 64, 128])
 @pytest.mark.parametrize("span_a", [16, 32, 64, 128])
-@pytest.mark.parametrize("mn_a, mn_b", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("mn_a", "mn_b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_bfloat16(mn_a: int, mn_b: int, span_a: int, span_b: int) -> None:
     a, b = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
     got = run(2 * mn_a + mn_b, a, b, span_a, span_b, bool(mn_a), bool(mn_b))

@@ -16,37 +16,57 @@ __device__ __noinline__ int deep(volatile int* p, int n) {
 __global__ void fail_kernel(int which, int* p) {
   __shared__ int smem[32];
   switch (which) {
-    case 0: p[0] = 1; break;
-    case 1: *reinterpret_cast<volatile int*>(8) = 1; break;
-    case 2: *reinterpret_cast<volatile int*>(uint64_t(1) << 45) = 1; break;
+    case 0:
+      p[0] = 1;
+      break;
+    case 1:
+      *reinterpret_cast<volatile int*>(8) = 1;
+      break;
+    case 2:
+      *reinterpret_cast<volatile int*>(uint64_t(1) << 45) = 1;
+      break;
     case 3: {
       const uint32_t address = shared32(smem) + 300 * 1024;
       asm volatile("st.shared.u32 [%0], %0;" ::"r"(address) : "memory");
       break;
     }
-    case 4: asm volatile("st.shared.u32 [%0], %0;" ::"r"(shared32(smem) + 2) : "memory"); break;
-    case 5: __trap(); break;
-    case 6: assert(p == nullptr); break;
+    case 4:
+      asm volatile("st.shared.u32 [%0], %0;" ::"r"(shared32(smem) + 2) : "memory");
+      break;
+    case 5:
+      __trap();
+      break;
+    case 6:
+      assert(p == nullptr);
+      break;
     case 7:
       while (*const_cast<volatile int*>(p) >= 0) {
       }
       break;
     case 8:
-      if (threadIdx.x < 16) __syncthreads();
-      else asm volatile("bar.sync 1, 32;");
+      if (threadIdx.x < 16)
+        __syncthreads();
+      else
+        asm volatile("bar.sync 1, 32;");
       break;
     case 9:
       asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared32(smem)) : "memory");
       break;
-    case 10: p[0] = deep(p, 1 << 20); break;
+    case 10:
+      p[0] = deep(p, 1 << 20);
+      break;
     case 11: {
       unsigned x = 1;
       for (unsigned i = 0; i != ~0u || *p != 77; ++i) x = x * 1664525u + (x >> 3);
       p[1] = int(x);
       break;
     }
-    case 12: if (atomicAdd(&counter, 1) % 32 == 5) __trap(); break;
-    case 13: p[0] = atomicAdd(&counter, 1); break;
+    case 12:
+      if (atomicAdd(&counter, 1) % 32 == 5) __trap();
+      break;
+    case 13:
+      p[0] = atomicAdd(&counter, 1);
+      break;
   }
 }
 

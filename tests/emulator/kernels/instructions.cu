@@ -35,20 +35,22 @@ __device__ int c_index(int i) {
   return ((threadIdx.x >> 2) + (i >= 2 ? 8 : 0)) * 8 + (threadIdx.x & 3) * 2 + (i & 1);
 }
 
-#define MMA4(name, T, k, types)                                                                 \
-  __global__ void name##_kernel(const T* a, const T* b, const float* c, float* d) {              \
-    uint32_t ra[4], rb[2];                                                                       \
-    float x[4];                                                                                  \
-    load_fragments(a, b, k, ra, rb);                                                             \
-    for (int i = 0; i < 4; ++i) x[i] = c[c_index(i)];                                            \
-    asm volatile("mma.sync.aligned.m16n8k" #k ".row.col.f32." types ".f32 {%0,%1,%2,%3}, "      \
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                        \
-                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])                                \
-                 : "r"(ra[0]), "r"(ra[1]), "r"(ra[2]), "r"(ra[3]), "r"(rb[0]), "r"(rb[1]));      \
-    for (int i = 0; i < 4; ++i) d[c_index(i)] = x[i];                                            \
-  }                                                                                              \
-  TEST_EXPORT const char* flash_cuda_test_##name(const T* a, const T* b, const float* c, float* d) { \
-    return guarded([&] { name##_kernel<<<1, 32>>>(a, b, c, d); });                              \
+#define MMA4(name, T, k, types)                                                             \
+  __global__ void name##_kernel(const T* a, const T* b, const float* c, float* d) {         \
+    uint32_t ra[4], rb[2];                                                                  \
+    float x[4];                                                                             \
+    load_fragments(a, b, k, ra, rb);                                                        \
+    for (int i = 0; i < 4; ++i) x[i] = c[c_index(i)];                                       \
+    asm volatile("mma.sync.aligned.m16n8k" #k ".row.col.f32." types                         \
+                 ".f32 {%0,%1,%2,%3}, "                                                     \
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                   \
+                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])                           \
+                 : "r"(ra[0]), "r"(ra[1]), "r"(ra[2]), "r"(ra[3]), "r"(rb[0]), "r"(rb[1])); \
+    for (int i = 0; i < 4; ++i) d[c_index(i)] = x[i];                                       \
+  }                                                                                         \
+  TEST_EXPORT const char* flash_cuda_test_##name(const T* a, const T* b, const float* c,    \
+                                                 float* d) {                                \
+    return guarded([&] { name##_kernel<<<1, 32>>>(a, b, c, d); });                          \
   }
 MMA4(mma_bf16, uint16_t, 16, "bf16.bf16")
 MMA4(mma_f16, uint16_t, 16, "f16.f16")
@@ -99,10 +101,12 @@ __global__ void ldmatrix_kernel(const uint16_t* in, uint32_t* out, bool transpos
   uint32_t r[4];
   if (transpose)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = r[i];
 }
 __global__ void stmatrix_kernel(const uint32_t* in, uint16_t* out, bool transpose) {
@@ -111,11 +115,14 @@ __global__ void stmatrix_kernel(const uint32_t* in, uint16_t* out, bool transpos
   for (int i = 0; i < 4; ++i) r[i] = in[threadIdx.x * 4 + i];
   const uint32_t address = shared32(smem + threadIdx.x * 8);
   if (transpose)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
   else
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
   __syncwarp();
   for (int i = threadIdx.x; i < 256; i += 32) out[i] = smem[i];
 }
@@ -167,9 +174,9 @@ __global__ void rounding_kernel(const float* in, float* out, int n) {
   float* o = out + 10 * i;
 #define FMA(k, mode) asm("fma." mode ".f32 %0, %1, %2, %3;" : "=f"(o[k]) : "f"(a), "f"(b), "f"(c));
 #define ADD(k, mode) asm("add." mode ".f32 %0, %1, %2;" : "=f"(o[k]) : "f"(a), "f"(b));
-  FMA(0, "rn") FMA(1, "rz") FMA(2, "rm") FMA(3, "rp")
-  ADD(4, "rn") ADD(5, "rz") ADD(6, "rm") ADD(7, "rp")
-  asm("mul.rz.f32 %0, %1, %2;" : "=f"(o[8]) : "f"(a), "f"(b));
+  FMA(0, "rn")
+  FMA(1, "rz") FMA(2, "rm") FMA(3, "rp") ADD(4, "rn") ADD(5, "rz") ADD(6, "rm")
+      ADD(7, "rp") asm("mul.rz.f32 %0, %1, %2;" : "=f"(o[8]) : "f"(a), "f"(b));
   asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(o[9]) : "f"(a), "f"(b), "f"(c));
 }
 TEST_EXPORT const char* flash_cuda_test_rounding(const float* in, float* out, int n) {
@@ -195,7 +202,9 @@ __global__ void integer_kernel(const uint32_t* in, uint32_t* out, int n) {
   asm("popc.b32 %0, %1;" : "=r"(o[10]) : "r"(a));
   asm("brev.b32 %0, %1;" : "=r"(o[11]) : "r"(a));
   asm("bfind.u32 %0, %1;" : "=r"(o[12]) : "r"(a));
-  asm("{ .reg .u32 t; add.cc.u32 t, %1, %2; addc.u32 %0, %3, 0; }" : "=r"(o[13]) : "r"(a), "r"(b), "r"(c));
+  asm("{ .reg .u32 t; add.cc.u32 t, %1, %2; addc.u32 %0, %3, 0; }"
+      : "=r"(o[13])
+      : "r"(a), "r"(b), "r"(c));
   asm("shr.s32 %0, %1, %2;" : "=r"(o[14]) : "r"(a), "r"(c & 63));
   asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(o[15]) : "r"(a), "r"(b), "r"(c));
 }
@@ -218,7 +227,8 @@ __global__ void warp_kernel(const uint32_t* in, uint32_t* out) {
   o[8] = __reduce_max_sync(~0u, v);
   o[9] = static_cast<uint32_t>(__reduce_min_sync(~0u, static_cast<int>(v)));
   uint32_t elected;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }"
+               : "=r"(elected));
   o[10] = elected;
   o[11] = threadIdx.x < 16 ? __shfl_sync(0xffffu, v, 2) : __shfl_sync(0xffff0000u, v, 18);
 }
@@ -245,19 +255,23 @@ TEST_EXPORT const char* flash_cuda_test_packed(const uint32_t* in, uint32_t* out
 // ---- cp.async with zero fill: copies `valid` of each 16 bytes
 __global__ void cp_async_kernel(const uint8_t* in, uint8_t* out, const int* valid) {
   __shared__ alignas(16) uint8_t smem[32 * 16];
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared32(smem + threadIdx.x * 16)),
-               "l"(in + threadIdx.x * 16), "r"(valid[threadIdx.x]) : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared32(smem + threadIdx.x * 16)),
+      "l"(in + threadIdx.x * 16), "r"(valid[threadIdx.x])
+      : "memory");
   asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
   for (int i = 0; i < 16; ++i) out[threadIdx.x * 16 + i] = smem[threadIdx.x * 16 + i];
 }
-TEST_EXPORT const char* flash_cuda_test_cp_async(const uint8_t* in, uint8_t* out, const int* valid) {
+TEST_EXPORT const char* flash_cuda_test_cp_async(const uint8_t* in, uint8_t* out,
+                                                 const int* valid) {
   return guarded([&] { cp_async_kernel<<<1, 32>>>(in, out, valid); });
 }
 
 // ---- blocks that wait for each other: each adds its number when its turn comes
 __global__ void turns_kernel(volatile int* turn, int* order, int step) {
   if (threadIdx.x == 0) {
-    const int mine = step > 0 ? static_cast<int>(blockIdx.x) : static_cast<int>(gridDim.x - 1 - blockIdx.x);
+    const int mine =
+        step > 0 ? static_cast<int>(blockIdx.x) : static_cast<int>(gridDim.x - 1 - blockIdx.x);
     while (*turn != mine) {
     }
     __threadfence();

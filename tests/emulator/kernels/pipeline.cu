@@ -1,5 +1,5 @@
-// A warp-specialised GEMM (TMA ring, wgmma, bulk stores) in which each number of `mistake` plants one
-// fault: D[tile] = A B^T for 64 x 64 tiles of float32, A and B bfloat16 with rows of `depth`.
+// A warp-specialised GEMM (TMA ring, wgmma, bulk stores) in which each number of `mistake` plants
+// one fault: D[tile] = A B^T for 64 x 64 tiles of float32, A and B bfloat16 with rows of `depth`.
 #include <cuda.h>
 
 #include "test_api.h"
@@ -40,24 +40,30 @@ struct Smem {
 };
 
 __device__ void barrier_init(uint64_t* bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared32(bar)), "r"(count) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared32(bar)), "r"(count)
+               : "memory");
 }
 __device__ void barrier_wait(uint64_t* bar, int parity) {
   asm volatile(
-      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}"
-      ::"r"(shared32(bar)), "r"(parity) : "memory");
+      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra "
+      "W;\nD:\n}" ::"r"(shared32(bar)),
+      "r"(parity)
+      : "memory");
 }
 __device__ void barrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared32(bar)) : "memory");
 }
 __device__ void barrier_expect(uint64_t* bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared32(bar)), "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared32(bar)),
+               "r"(bytes)
                : "memory");
 }
 __device__ void tma_load(void* dst, const CUtensorMap* map, int x, int y, uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-      ::"r"(shared32(dst)), "l"(map), "r"(x), "r"(y), "r"(shared32(bar)) : "memory");
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(shared32(dst)),
+      "l"(map), "r"(x), "r"(y), "r"(shared32(bar))
+      : "memory");
 }
 __device__ uint64_t descriptor(const void* p, int k) {  // K-major, 128-byte swizzle
   const uint64_t start = (shared32(p) + k * 32) >> 4;
@@ -66,14 +72,13 @@ __device__ uint64_t descriptor(const void* p, int k) {  // K-major, 128-byte swi
 __device__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
+      "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "
+      "%27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(accumulate));
 }
@@ -95,10 +100,12 @@ __device__ void produce(Smem& s, const CUtensorMap* a, const CUtensorMap* b, int
 
 __device__ void store(Smem& s, const float (&d)[32], float* out, int mistake) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  if (thread == 0 && mistake != kNoReadWait) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  if (thread == 0 && mistake != kNoReadWait)
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   asm volatile("bar.sync 1, 128;" ::: "memory");  // the last store has read the staging buffer
   for (int i = 0; i < 32; ++i) {
-    const int row = warp * 16 + lane / 4 + (i & 2 ? 8 : 0), col = i / 4 * 8 + lane % 4 * 2 + (i & 1);
+    const int row = warp * 16 + lane / 4 + (i & 2 ? 8 : 0),
+              col = i / 4 * 8 + lane % 4 * 2 + (i & 1);
     s.staging[row * kTile + col] = d[i];
   }
   if (mistake != kNoProxyFence) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -106,7 +113,8 @@ __device__ void store(Smem& s, const float (&d)[32], float* out, int mistake) {
   if (mistake != kNoStoreBarrier) asm volatile("bar.sync 1, 128;" ::: "memory");
   if (thread != 0) return;
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(out),
-               "r"(shared32(s.staging)), "r"(kTile * kTile * 4) : "memory");
+               "r"(shared32(s.staging)), "r"(kTile * kTile * 4)
+               : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
@@ -136,8 +144,8 @@ __device__ void consume(Smem& s, float* out, int tiles, int steps, int mistake) 
 }
 
 __global__ void __launch_bounds__(160)
-pipeline_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float* out,
-                int tiles, int steps, int tiles_n, int mistake) {
+    pipeline_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                    float* out, int tiles, int steps, int tiles_n, int mistake) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Smem& s = *reinterpret_cast<Smem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   if (threadIdx.x == 0) {
@@ -148,16 +156,20 @@ pipeline_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ C
     if (mistake != kNoInitFence) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (threadIdx.x < 128) consume(s, out, tiles, steps, mistake);
-  else if (threadIdx.x == 128) produce(s, &a, &b, tiles, steps, tiles_n, mistake);
+  if (threadIdx.x < 128)
+    consume(s, out, tiles, steps, mistake);
+  else if (threadIdx.x == 128)
+    produce(s, &a, &b, tiles, steps, tiles_n, mistake);
 }
 
 CUtensorMap matrix_map(const void* p, int rows, int depth) {
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult found;
-  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found);
+  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault,
+                                   &found);
   CUtensorMap map;
-  const cuuint64_t dims[2] = {cuuint64_t(depth), cuuint64_t(rows)}, strides[1] = {cuuint64_t(depth) * 2};
+  const cuuint64_t dims[2] = {cuuint64_t(depth), cuuint64_t(rows)},
+                   strides[1] = {cuuint64_t(depth) * 2};
   const cuuint32_t box[2] = {64, kTile}, ones[2] = {1, 1};
   const auto fn = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode);
   if (fn(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(p), dims, strides, box, ones,
@@ -174,7 +186,8 @@ TEST_EXPORT const char* flash_cuda_test_pipeline(const void* a, const void* b, f
   return guarded([&] {
     const int bytes = sizeof(Smem) + 1024, tiles_n = columns / kTile;
     cudaFuncSetAttribute(pipeline_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    pipeline_kernel<<<blocks, 160, bytes>>>(matrix_map(a, rows, depth), matrix_map(b, columns, depth), out,
+    pipeline_kernel<<<blocks, 160, bytes>>>(matrix_map(a, rows, depth),
+                                            matrix_map(b, columns, depth), out,
                                             rows / kTile * tiles_n, depth / 64, tiles_n, mistake);
   });
 }

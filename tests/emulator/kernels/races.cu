@@ -43,8 +43,10 @@ __global__ void last_block_kernel(const int* in, int* partial, int* ticket, int*
   __shared__ bool last;
   if (threadIdx.x == 0) {
     partial[blockIdx.x] = in[blockIdx.x];
-    if (mistake == kBlockFence) __threadfence_block();
-    else if (mistake != kNoWriterFence) __threadfence();
+    if (mistake == kBlockFence)
+      __threadfence_block();
+    else if (mistake != kNoWriterFence)
+      __threadfence();
     last = atomicAdd(ticket, 1) == int(gridDim.x) - 1;
   }
   __syncthreads();
@@ -60,11 +62,14 @@ __global__ void flag_kernel(const int* in, int* data, int* flag, int* out, int m
   if (threadIdx.x != 0) return;
   if (blockIdx.x == 0) {
     *data = *in;
-    if (mistake == kPlainFlag) asm volatile("st.relaxed.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
-    else asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+    if (mistake == kPlainFlag)
+      asm volatile("st.relaxed.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+    else
+      asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
   } else {
     int ready = 0;
-    while (!ready) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(ready) : "l"(flag) : "memory");
+    while (!ready)
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(ready) : "l"(flag) : "memory");
     *out = *data;
   }
 }
@@ -79,12 +84,15 @@ __global__ void barrier_kernel(const int* in, int* out, int mistake) {
   if (threadIdx.x < 32) {
     data[threadIdx.x] = in[threadIdx.x];
     if (mistake == kRelaxedArrive)
-      asm volatile("mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [%0], 1;" ::"r"(shared32(&bar)) : "memory");
+      asm volatile("mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [%0], 1;" ::"r"(shared32(&bar))
+                   : "memory");
     else
       asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared32(&bar)) : "memory");
   } else {
-    asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\n@!p bra W;\n}"
-                 ::"r"(shared32(&bar)) : "memory");
+    asm volatile(
+        "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\n@!p bra "
+        "W;\n}" ::"r"(shared32(&bar))
+        : "memory");
     out[threadIdx.x - 32] = data[threadIdx.x - 32];
   }
 }
@@ -93,7 +101,8 @@ __global__ void barrier_kernel(const int* in, int* out, int mistake) {
 __global__ void copy_kernel(const int* in, int* out, int mistake) {
   __shared__ alignas(16) int smem[64 * 4];
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared32(smem + threadIdx.x * 4)),
-               "l"(in + threadIdx.x * 4) : "memory");
+               "l"(in + threadIdx.x * 4)
+               : "memory");
   asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
   if (mistake != kNoCopySync) __syncthreads();
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = smem[(threadIdx.x ^ 32) * 4 + i];
@@ -107,7 +116,8 @@ TEST_EXPORT const char* flash_cuda_test_exchange(const int* in, int* out, int mi
 TEST_EXPORT const char* flash_cuda_test_warp_exchange(const int* in, int* out, int mistake) {
   return guarded([&] { warp_exchange_kernel<<<1, 32>>>(in, out, mistake); });
 }
-TEST_EXPORT const char* flash_cuda_test_last_block(const int* in, int* scratch, int* out, int mistake) {
+TEST_EXPORT const char* flash_cuda_test_last_block(const int* in, int* scratch, int* out,
+                                                   int mistake) {
   return guarded([&] { last_block_kernel<<<4, 32>>>(in, scratch, scratch + 8, out, mistake); });
 }
 TEST_EXPORT const char* flash_cuda_test_flag(const int* in, int* scratch, int* out, int mistake) {
