@@ -49,18 +49,28 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
   const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
   const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv, batch_kv = packed_kv ? 1 : p.batch;
-  BwdMaps maps;
+  BwdMaps maps{};
   maps.q =
       bwd_map(p.q, p.q_stride, p.head_dim, rows_q, p.num_heads_q, batch_q, Tile::kBlockQ, p.dtype);
   maps.dout = bwd_map(params.dout, params.dout_stride, p.head_dim_v, rows_q, p.num_heads_q, batch_q,
                       Tile::kBlockQ, p.dtype);
+  constexpr int kOutRows = Tile::kBlockKV / Tile::kConsumerWarpgroups;
   maps.k = bwd_map(p.k, p.k_stride, p.head_dim, rows_kv, p.num_heads_kv, batch_kv, Tile::kBlockKV,
                    p.dtype);
   maps.v = bwd_map(p.v, p.v_stride, p.head_dim_v, rows_kv, p.num_heads_kv, batch_kv, Tile::kBlockKV,
                    p.dtype);
+  if (params.dk) {
+    maps.dk = bwd_map(params.dk, params.dk_stride, p.head_dim, rows_kv, p.num_heads_kv, batch_kv,
+                      kOutRows, p.dtype);
+  }
+  if (params.dv) {
+    maps.dv = bwd_map(params.dv, params.dv_stride, p.head_dim_v, rows_kv, p.num_heads_kv, batch_kv,
+                      kOutRows, p.dtype);
+  }
 
   const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
-  const dim3 main_grid(static_cast<unsigned>(args.kv_blocks) * args.sections_of);
+  args.num_tasks = args.kv_blocks * args.sections_of;
+  const dim3 main_grid(static_cast<unsigned>(min_of(args.num_tasks, p.num_sms)));
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
   if (params.dq || params.dk || params.dv) {
     static std::atomic<uint64_t> smem_allowed{0};
@@ -72,6 +82,7 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   }
   if (params.dq) {
     LaunchShape shape{pass_grid, kPassThreads, 0};
+    shape.after_dependency = true;
     launch_kernel(bwd_post_kernel<Tile, kDType>, shape, stream, args);
   }
   if (params.dsink) {

@@ -1,5 +1,5 @@
-// The short kernels around the backward: what the main kernel needs of each row before it, and
-// the conversion of the dQ sums after it.
+// The short kernels around the backward: what the main kernel needs of each row before it, and the
+// conversion of the dQ sums after it.
 #pragma once
 
 #include "common/seqlen.h"
@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(kPassThreads)
   for (int i = threadIdx.x; i < Tile::kBlockQ * Tile::kHeadDim / 4; i += kPassThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.work.next_task = 0;
   if (args.work.dq_turn && threadIdx.x < 2) {
     args.work.dq_turn[(head * args.work.row_blocks + index) * 2 + threadIdx.x] = 0;
   }
@@ -138,8 +139,8 @@ __global__ void __launch_bounds__(kPassThreads)
   }
 }
 
-// dq = sums * softmax_scale in the tensor's type and layout. One block a row block and head.
-// The sums lie as the accumulators did: [half][8-column group][warp][lane][4].
+// dq = sums * softmax_scale in the tensor's type and layout. One block a row block and head. The
+// sums lie as the accumulators did: [half][8-column group][warp][lane][4].
 template <class Tile, DType kDType>
 __global__ void __launch_bounds__(kPassThreads)
     bwd_post_kernel(const __grid_constant__ BwdArgs args) {

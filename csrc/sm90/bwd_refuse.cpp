@@ -51,8 +51,9 @@ const char* refuse_layout(const BwdParams& params) {
 const char* refuse_bwd(const BwdParams& params) {
   const FwdParams& p = params.fwd;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "dtype";
-  if (p.head_dim != p.head_dim_v) return "head_dim_v other than head_dim is served by sm80";
-  if (p.head_dim % 8 != 0) return "a head_dim that is no multiple of 8 is served by sm80";
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
+    return "a head_dim that is no multiple of 8 is served by sm80";
+  }
   if (p.dropout_p > 0.0f) return "dropout is served by sm80";
   if (p.qv) return "qv has no backward";
   if (p.block_table || p.cache_batch_idx || p.leftpad_k) {

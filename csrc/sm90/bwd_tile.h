@@ -39,6 +39,8 @@ struct BwdWorkspace {
   int* dq_turn =
       nullptr;  // (num_heads_q, row_blocks, 2): deterministic mode, whose turn it is to add
 
+  int* next_task = nullptr;  // the first that no thread block has drawn
+
   static int64_t row_blocks_of(const FwdParams& p, int block_q) {
     return p.cu_seqlens_q ? p.total_q / block_q + p.batch
                           : int64_t(p.batch) * ceil_div(p.seqlen_q, block_q);
@@ -59,6 +61,7 @@ struct BwdWorkspace {
     lse2 = reinterpret_cast<float*>(take(rows * sizeof(float)));
     delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
     dq = reinterpret_cast<float*>(take(rows * head_dim * sizeof(float)));
+    next_task = reinterpret_cast<int*>(take(sizeof(int)));
     if (params.deterministic) {
       dq_turn = reinterpret_cast<int*>(take(size_t(p.num_heads_q) * row_blocks * 2 * sizeof(int)));
     }

@@ -1,4 +1,4 @@
-// What one thread block of the backward has to do, and how its threads find each other.
+// What a thread block of the backward has to do, and how its threads find each other.
 #pragma once
 
 #include <cuda.h>
@@ -14,6 +14,7 @@ namespace flash_cuda::sm90 {
 
 struct BwdMaps {
   CUtensorMap q, k, v, dout;
+  CUtensorMap dk, dv;  // written
 };
 
 // The kernel's arguments beside the tensor maps.
@@ -25,6 +26,7 @@ struct BwdArgs {
   int kv_blocks;          // of one KV head, over the whole batch
   int heads_per_section;  // (batch *) heads whose Q and dO share the L2 cache
   int sections_of;  // what is divided into sections: batch * num_heads_kv, packed: num_heads_kv
+  int num_tasks;    // kv_blocks * sections_of; with spare ones in a packed batch
 };
 
 template <class Tile>
@@ -40,19 +42,39 @@ struct BwdBarriers {
   __device__ uint32_t tail_v() const { return tail_k() + 8; }
   __device__ uint32_t tail_q(int stage) const { return tail_k() + 8 * (2 + stage); }
   __device__ uint32_t tail_dout(int stage) const { return tail_q(stage) + 8 * Tile::kStages; }
-  static constexpr int kCount = 3 + 6 * Tile::kStages;
+  __device__ uint32_t kv_empty() const { return tail_k() + 8 * (2 + 2 * Tile::kStages); }
+  __device__ uint32_t task_full(int slot) const { return kv_empty() + 8 * (1 + slot); }
+  __device__ uint32_t task_empty(int slot) const { return task_full(slot) + 16; }
+  static constexpr int kCount = 8 + 6 * Tile::kStages;
+  static constexpr int kTaskReaders = 3 + 4 * Tile::kConsumerWarpgroups;  // warps
+  // One arrival a warpgroup releases a stage: bar.sync on dS has gathered its warps by then.
   __device__ void init() const {
-    ptx::mbarrier_init(kv_full(), 2);  // K and V
+    ptx::mbarrier_init(kv_full(), 2);                               // K and V
+    ptx::mbarrier_init(kv_empty(), 4 * Tile::kConsumerWarpgroups);  // warps
     ptx::mbarrier_init(tail_k(), 1);
     ptx::mbarrier_init(tail_v(), 1);
+    for (int s = 0; s < 2; ++s) {
+      ptx::mbarrier_init(task_full(s), 1);
+      ptx::mbarrier_init(task_empty(s), kTaskReaders);
+    }
     for (int s = 0; s < Tile::kStages; ++s) {
       ptx::mbarrier_init(q_full(s), 1);
+      ptx::mbarrier_init(dout_full(s), 1);
       ptx::mbarrier_init(tail_q(s), 1);
       ptx::mbarrier_init(tail_dout(s), 1);
-      ptx::mbarrier_init(dout_full(s), 1);
       ptx::mbarrier_init(q_empty(s), Tile::kConsumerWarpgroups);
       ptx::mbarrier_init(dout_empty(s), Tile::kConsumerWarpgroups);
     }
+  }
+};
+
+// A place in a ring of two and the phase of its barriers.
+struct RingPlace {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ void next() {
+    slot ^= 1;
+    phase ^= slot == 0;
   }
 };
 
@@ -68,6 +90,7 @@ struct BwdTask {
   int group_size;                      // query heads of the KV head
   bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
   bool descending;                     // deterministic mode: last Q block first
+  bool none;                           // no task is left
 
   __device__ int steps_per_head() const { return blocks.end - blocks.begin; }
   __device__ int num_steps() const { return group_size * steps_per_head(); }
@@ -81,9 +104,9 @@ struct BwdTask {
   __device__ bool kv_has_tail() const {
     return junk_behind_kv && kv0 + Tile::kBlockKV > mask.seqlen_kv;
   }
-  // How many KV blocks add to this block of dQ before this one: they go from low to high keys.
-  // All start at their last Q block, so that a block's predecessor is never behind, and thread
-  // blocks with lower keys are launched first: what is waited for is running or done.
+  // How many KV blocks add to this block of dQ before this one: they go from low to high keys. All
+  // start at their last Q block, so that a block's predecessor is never behind, and thread blocks
+  // with lower keys are launched first: what is waited for is running or done.
   __device__ int turn(int q_block) const {
     const int first_key = max_of(mask.kv_begin(q_block * Tile::kBlockQ), 0);
     return kv0 / Tile::kBlockKV - first_key / Tile::kBlockKV;
@@ -91,11 +114,10 @@ struct BwdTask {
 };
 
 // The Q blocks of a task in the order of its loop: those of one head after the other.
-template <class Tile>
 struct BwdSteps {
   int first, stride, per_head, left, in_head = 0;
-  int q_block, group = 0, stage = 0;
-  uint32_t phase = 0;
+  int q_block, group = 0;
+  template <class Tile>
   __device__ explicit BwdSteps(const BwdTask<Tile>& task)
       : first(task.first_q_block()),
         stride(task.q_block_stride()),
@@ -110,8 +132,6 @@ struct BwdSteps {
       q_block = first;
       ++group;
     }
-    stage ^= 1;
-    phase ^= stage == 0;
   }
 };
 
@@ -132,7 +152,7 @@ __device__ __forceinline__ int sequence_of_block(const int* cu_seqlens, int batc
 }
 
 template <class Tile>
-__device__ __forceinline__ BwdTask<Tile> bwd_task(const BwdArgs& args, int index) {
+__device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask<Tile>& t) {
   const FwdParams& p = args.params.fwd;
   // Sections of heads; inside one, KV blocks outer and heads inner, low keys first (the longest
   // rows under a causal mask).
@@ -143,7 +163,6 @@ __device__ __forceinline__ BwdTask<Tile> bwd_task(const BwdArgs& args, int index
   int kv_block = rest / heads;
   const int bh = section * args.heads_per_section + rest - kv_block * heads;
 
-  BwdTask<Tile> t;
   int b;
   if (p.cu_seqlens_k) {
     t.kv_head = bh;
@@ -169,7 +188,7 @@ __device__ __forceinline__ BwdTask<Tile> bwd_task(const BwdArgs& args, int index
   t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
   t.junk_behind_kv = p.cu_seqlens_k || p.seqused_k;
   t.descending = args.params.deterministic;
-  return t;
+  t.none = false;
 }
 
 __device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {

@@ -1,0 +1,308 @@
+// The warpgroups that compute: 64 keys and one half of dQ each.
+#pragma once
+
+#include "common/mask.h"
+#include "ptx/convert.h"
+#include "ptx/fence.h"
+#include "ptx/math.h"
+#include "ptx/mbarrier.h"
+#include "ptx/named_barrier.h"
+#include "ptx/stmatrix.h"
+#include "ptx/wgmma.h"
+#include "sm90/bwd_smem.cuh"
+
+namespace flash_cuda::sm90 {
+
+template <class Tile, DType kDType>
+struct BwdConsumer {
+  static constexpr bool kBf16 = kDType == DType::kBFloat16;
+  static constexpr int kHeadDim = Tile::kHeadDim, kBlockQ = Tile::kBlockQ;
+  static constexpr int kBlockKV = Tile::kBlockKV;
+  static constexpr int kScores = kBlockQ / 2;  // S^T and dP^T accumulators a thread
+  static constexpr int kOut = kHeadDim / 2;    // dK and dV accumulators a thread
+  // A warpgroup takes half of dQ: half of the columns of a 64-row block, or 64 of 128 rows.
+  static constexpr bool kSplitDqRows = kBlockQ == 128;
+  static constexpr int kDqCols = kSplitDqRows ? kHeadDim : kHeadDim / 2;
+  using Smem = BwdSmem<Tile>;
+
+  // Descriptors: K-major operands, and MN-major ones with their panel distance.
+  static constexpr uint64_t kDescK = ptx::wgmma_desc_base(16, 1024, ptx::kDescSwizzle128);
+  static constexpr uint64_t kDescQ =
+      ptx::wgmma_desc_base(kBlockQ * 128, 1024, ptx::kDescSwizzle128);
+  static constexpr uint64_t kDescKv =
+      ptx::wgmma_desc_base(kBlockKV * 128, 1024, ptx::kDescSwizzle128);
+
+  const BwdArgs& args;
+  const uint32_t smem;
+  uint8_t* const smem_ptr;
+  const int warpgroup, thread;  // 0 or 1; in the warpgroup
+
+  float dk[kOut], dv[kOut], scores[kScores], dp[kScores];
+  uint32_t p16[kScores / 8][4],
+      ds16[kScores / 8][4];  // A operands, one row a k-step
+
+  __device__ static void pin_operand(uint32_t (&a)[kScores / 8][4]) {
+#pragma unroll
+    for (int k = 0; k < kScores / 8; ++k) ptx::pin(a[k]);
+  }
+  __device__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+  __device__ int lane() const { return thread & 31; }
+  __device__ int warp() const { return thread >> 5; }
+  // First of the two keys of this thread in the block; the other is 8 further.
+  __device__ int key_row() const { return warpgroup * 64 + warp() * 16 + lane() / 4; }
+
+  // acc = A B^T over head_dim, A: 64 keys of this warpgroup, B: kBlockQ rows. `fresh`: from zero.
+  template <bool kFresh>
+  __device__ void gemm_scores(float (&acc)[kScores], int a_tile, uint32_t b_tile) {
+    const uint64_t a = ptx::wgmma_desc(smem + a_tile + warpgroup * 64 * 128, kDescK);
+    const uint64_t b = ptx::wgmma_desc(b_tile, kDescK);
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      const uint64_t ak = a + (k / 4) * (kBlockKV * 8) + (k % 4) * 2;
+      const uint64_t bk = b + (k / 4) * (kBlockQ * 8) + (k % 4) * 2;
+      if (kFresh && k == 0) {
+        ptx::Wgmma<kBlockQ>::template ss_zero<kBf16, 0, 0>(acc, ak, bk);
+      } else {
+        ptx::Wgmma<kBlockQ>::template ss<kBf16, 0, 0>(acc, ak, bk);
+      }
+    }
+  }
+
+  // acc += A B over the kBlockQ rows, A from registers (P^T or dS^T), B: dO or Q as [row][column].
+  __device__ void gemm_out(float (&acc)[kOut], const uint32_t (&a)[kScores / 8][4],
+                           uint32_t b_tile) {
+    const uint64_t b = ptx::wgmma_desc(b_tile, kDescQ);
+#pragma unroll
+    for (int k = 0; k < kBlockQ / 16; ++k) {
+      ptx::Wgmma<kHeadDim>::template rs<kBf16, 1>(acc, a[k], b + k * 128);
+    }
+  }
+
+  // dQ = dS K over the keys of both warpgroups, this warpgroup's half of it.
+  __device__ void gemm_dq(float (&dq)[kDqCols / 2], int stage) {
+    const uint32_t ds = smem + Smem::kDs + stage * Smem::kDsBytes;
+    const uint64_t a =
+        ptx::wgmma_desc(ds + (kSplitDqRows ? warpgroup * kBlockKV * 128 : 0), kDescKv);
+    // Half the columns: the second panel, or the second half of the only one.
+    constexpr int kHalf = kHeadDim == 128 ? kBlockKV * 128 : kDqCols * 2;
+    const uint64_t b =
+        ptx::wgmma_desc(smem + Smem::kK + (kSplitDqRows ? 0 : warpgroup * kHalf), kDescKv);
+#pragma unroll
+    for (int k = 0; k < kBlockKV / 16; ++k) {
+      if (k == 0) {
+        ptx::Wgmma<kDqCols>::template ss_zero<kBf16, 1, 1>(dq, a, b);
+      } else {
+        ptx::Wgmma<kDqCols>::template ss<kBf16, 1, 1>(dq, a + k * 128, b + k * 128);
+      }
+    }
+  }
+
+  // Accumulators of dP^T start at -delta of their column.
+  __device__ void preset_dp(int stage) {
+    const float2* delta =
+        reinterpret_cast<const float2*>(smem_ptr + Smem::kDelta + stage * Smem::kRowBytes) +
+        lane() % 4;
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      const float2 d = delta[4 * j];
+      dp[4 * j] = dp[4 * j + 2] = d.x;
+      dp[4 * j + 1] = dp[4 * j + 3] = d.y;
+    }
+    ptx::pin(dp);
+  }
+
+  __device__ float2 lse_of_column(int stage, int j) const {
+    return reinterpret_cast<const float2*>(smem_ptr + Smem::kLse +
+                                           stage * Smem::kRowBytes)[4 * j + lane() % 4];
+  }
+
+  // Columns (queries) outside a key's interval get -inf.
+  __device__ void mask_scores(const Mask& mask, int q0, int kv0) {
+    const int key = kv0 + key_row(), col = q0 + 2 * (lane() % 4);
+    int begin[2], end[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int kv = key + 8 * r;
+      begin[r] = mask.q_begin(kv) - col;
+      end[r] = kv < mask.seqlen_kv ? mask.q_end(kv) - col : begin[r];
+    }
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = 8 * j + e % 2;
+        if (q < begin[e / 2] || q >= end[e / 2]) scores[4 * j + e] = args.masked_score;
+      }
+    }
+  }
+
+  // P^T = exp2(S^T * scale_log2 - lse2), also as 16-bit operand.
+  __device__ void probabilities(float scale_log2, int stage, const float2* lse) {
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      const float2 l = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
+      float* s = scores + 4 * j;
+      s[0] = ptx::ex2(fmaf(s[0], scale_log2, -l.x));
+      s[1] = ptx::ex2(fmaf(s[1], scale_log2, -l.y));
+      s[2] = ptx::ex2(fmaf(s[2], scale_log2, -l.x));
+      s[3] = ptx::ex2(fmaf(s[3], scale_log2, -l.y));
+      p16[j / 2][j % 2 * 2] = ptx::pack<kDType>(s[0], s[1]);
+      p16[j / 2][j % 2 * 2 + 1] = ptx::pack<kDType>(s[2], s[3]);
+    }
+  }
+
+  // dS^T = P^T o dP^T, where dP^T already is less delta.
+  __device__ void score_gradients() {
+#pragma unroll
+    for (int j = 0; j < kScores / 2; ++j) {
+      ds16[j / 4][j % 4] =
+          ptx::pack<kDType>(scores[2 * j] * dp[2 * j], scores[2 * j + 1] * dp[2 * j + 1]);
+    }
+  }
+
+  // dS as [key][row], rows contiguous, in panels of 64 rows.
+  __device__ void store_ds(int stage) {
+    const int key = warpgroup * 64 + warp() * 16 + lane() % 16;
+    const uint32_t base = smem + Smem::kDs + stage * Smem::kDsBytes + key * 128;
+#pragma unroll
+    for (int c = 0; c < kBlockQ / 16; ++c) {
+      const int chunk = (c % 4) * 2 + lane() / 16;
+      ptx::stmatrix_x4(base + (c / 4) * kBlockKV * 128 + ((chunk ^ (key & 7)) << 4), ds16[c]);
+    }
+  }
+
+  // Hands dQ to the store warp: 16 bytes a thread and column group, in accumulator order.
+  __device__ void stage_dq(const float (&dq)[kDqCols / 2]) {
+    ptx::named_barrier_sync(kDqEmpty + warpgroup, 160);
+    float4* staging =
+        reinterpret_cast<float4*>(smem_ptr + Smem::kDq + warpgroup * (Smem::kDqBytes / 2));
+#pragma unroll
+    for (int i = 0; i < kDqCols / 8; ++i) {
+      staging[i * 128 + thread] =
+          make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_arrive(kDqFull + warpgroup, 160);
+  }
+
+  // One block of Q and dO in `stage`, whose barriers are in phase `phase`.
+  __device__ void step(const BwdTask<Tile>& task, int q0, bool masked, int stage, uint32_t phase) {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    const uint32_t q_tile = smem + Smem::kQ + stage * Smem::kQBytes;
+    const uint32_t dout_tile = smem + Smem::kDout + stage * Smem::kQBytes;
+    float2 lse[Tile::kLseInRegisters ? kScores / 4 : 1];
+
+    ptx::mbarrier_wait(bars.q_full(stage), phase);
+    if constexpr (Tile::kLseInRegisters) {
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) lse[j] = lse_of_column(stage, j);
+    }
+    ptx::mbarrier_wait(bars.dout_full(stage), phase);
+    preset_dp(stage);
+    ptx::wgmma_fence();
+    gemm_scores<true>(scores, Smem::kK, q_tile);
+    ptx::wgmma_commit_group();
+    gemm_scores<false>(dp, Smem::kV, dout_tile);
+    ptx::wgmma_commit_group();
+
+    ptx::wgmma_wait_group<1>();
+    ptx::pin(scores);
+    if (masked) {
+      mask_scores(task.mask, q0, task.kv0);
+      __syncwarp();
+    }
+    probabilities(args.scale_log2, stage, lse);
+    ptx::wgmma_wait_group<0>();
+    ptx::pin(dp);
+    score_gradients();
+    store_ds(stage);
+
+    ptx::pin(dv);
+    pin_operand(p16);
+    ptx::wgmma_fence();
+    gemm_out(dv, p16, dout_tile);
+    ptx::wgmma_commit_group();
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(kDsReady,
+                            256);  // dS is whole; dS(i-1) in the other buffer is done with
+
+    float dq[kDqCols / 2];
+    ptx::wgmma_fence();
+    gemm_dq(dq, stage);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();  // dV has taken dO
+    ptx::pin(dv);
+    pin_operand(p16);
+    if (thread == 0) ptx::mbarrier_arrive(bars.dout_empty(stage));
+    ptx::pin(dk);
+    pin_operand(ds16);
+    ptx::wgmma_fence();
+    gemm_out(dk, ds16, q_tile);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::pin(dq);
+    stage_dq(dq);
+    ptx::wgmma_wait_group<0>();  // dK has taken Q
+    ptx::pin(dk);
+    pin_operand(ds16);
+    if (thread == 0) ptx::mbarrier_arrive(bars.q_empty(stage));
+  }
+
+  // The loop's own values stay in registers: a read of the task in it would wait behind the GEMMs.
+  __device__ void accumulate(const BwdTask<Tile>& task, RingPlace& ring) {
+    const int full_begin = task.blocks.full_begin, full_end = task.blocks.full_end;
+#pragma unroll 1
+    for (BwdSteps at(task); at.left > 0; at.next()) {
+      const bool masked = at.q_block < full_begin || at.q_block >= full_end;
+      step(task, at.q_block * kBlockQ, masked, uniform(ring.slot), ring.phase);
+      ring.next();
+    }
+  }
+
+  // Hands 64 rows of dK or dV to the store warp, in panels of 64 columns.
+  __device__ void stage_out(float (&acc)[kOut], float scale) {
+    static_assert(64 * kHeadDim * 2 <= Smem::kDqBytes / 2);
+    ptx::named_barrier_sync(kDqEmpty + warpgroup, 160);
+    const int row = warp() * 16 + lane() % 16;
+    const uint32_t base = smem + Smem::kDq + warpgroup * (Smem::kDqBytes / 2) + row * 128;
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c) {
+      const int chunk = (c % 4) * 2 + lane() / 16;
+      const float* a = acc + 8 * c;
+      ptx::stmatrix_x4(base + (c / 4) * 64 * 128 + ((chunk ^ (row & 7)) << 4),
+                       {ptx::pack<kDType>(a[0] * scale, a[1] * scale),
+                        ptx::pack<kDType>(a[2] * scale, a[3] * scale),
+                        ptx::pack<kDType>(a[4] * scale, a[5] * scale),
+                        ptx::pack<kDType>(a[6] * scale, a[7] * scale)});
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_arrive(kDqFull + warpgroup, 160);
+  }
+
+  __device__ void run() {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    RingPlace tasks, rows;
+    uint32_t kv_phase = 0;
+    for (;; tasks.next()) {
+      ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
+      const BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
+      if (task.none) break;
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) dk[i] = dv[i] = 0.0f;
+      if (task.num_steps() > 0) {
+        ptx::mbarrier_wait(bars.kv_full(), kv_phase);
+        accumulate(task, rows);
+        kv_phase ^= 1;
+        __syncwarp();
+        if (lane() == 0) ptx::mbarrier_arrive(bars.kv_empty());
+      }
+      __syncwarp();
+      if (lane() == 0) ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
+      if (args.params.dv) stage_out(dv, 1.0f);
+      if (args.params.dk) stage_out(dk, args.params.fwd.softmax_scale);
+    }
+    ptx::named_barrier_sync(kDqEmpty + warpgroup, 160);  // the store warp's last arrival
+  }
+};
+
+}  // namespace flash_cuda::sm90

@@ -1,0 +1,52 @@
+// Shared memory and named barriers of the backward kernel.
+#pragma once
+
+#include "sm90/bwd_tile.h"
+#include "sm90/bwd_work.cuh"
+
+namespace flash_cuda::sm90 {
+
+// Shared memory of one block, as byte offsets from a 1024-byte boundary. Operand tiles are panels
+// of 64 columns, [rows][128 bytes], in the 128-byte swizzle.
+template <class Tile>
+struct BwdSmem {
+  static constexpr int kKvBytes = Tile::kBlockKV * Tile::kHeadDim * 2;
+  static constexpr int kQBytes = Tile::kBlockQ * Tile::kHeadDim * 2;
+  static constexpr int kDsBytes = Tile::kBlockKV * Tile::kBlockQ * 2;
+  static constexpr int kDqBytes = Tile::kBlockQ * Tile::kHeadDim * 4;
+  static constexpr int kRowBytes = Tile::kBlockQ * 4;
+  static constexpr int kK = 0, kV = kK + kKvBytes;
+  static constexpr int kQ = kV + kKvBytes, kDout = kQ + Tile::kStages * kQBytes;
+  static constexpr int kDs = kDout + Tile::kStages * kQBytes;  // one buffer a stage
+  static constexpr int kDq = kDs + Tile::kStages * kDsBytes;
+  static constexpr int kLse = kDq + kDqBytes, kDelta = kLse + Tile::kStages * kRowBytes;
+  static constexpr int kBarriers = kDelta + Tile::kStages * kRowBytes;
+  static constexpr int kTask = kBarriers + 8 * BwdBarriers<Tile>::kCount;  // two, a ring
+  static constexpr int kBytes = (kTask + 2 * sizeof(BwdTask<Tile>) + 15) / 16 * 16;
+  static_assert(kBytes <= 232448, "shared memory of an SM");
+};
+
+enum BwdNamedBarrier : int {
+  kDsReady = 1,  // both warpgroups have written their part of dS
+  kDqFull = 2,   // + warpgroup: dQ, dV or dK lies in the staging buffer
+  kDqEmpty = 4,  // + warpgroup: the staging buffer may be rewritten
+};
+
+// Zeroes the rows [first, kRows) of an operand tile, so that what lies behind a sequence (possibly
+// NaN) meets the zero probabilities of its rows as zero. `thread` of kThreads.
+template <int kRows, int kHeadDim, int kThreads>
+__device__ __forceinline__ void zero_tail_rows(uint8_t* tile, int first, int thread) {
+  constexpr int kChunks = kHeadDim / 8;  // of 16 bytes; the swizzle permutes them inside a row
+  for (int i = first * kChunks + thread; i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    *reinterpret_cast<uint4*>(tile + (chunk / 8) * kRows * 128 + row * 128 + (chunk % 8) * 16) =
+        make_uint4(0, 0, 0, 0);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ BwdTask<Tile>& bwd_task_at(uint8_t* smem_ptr, int slot) {
+  return reinterpret_cast<BwdTask<Tile>*>(smem_ptr + BwdSmem<Tile>::kTask)[slot];
+}
+
+}  // namespace flash_cuda::sm90
