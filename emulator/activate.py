@@ -119,4 +119,5 @@ def take_warnings(arch: str) -> str:
 
 def plantable(arch: str) -> list[str]:
     """Mistakes that fit the launches since "plant=observe" was configured: "parity:123", ..."""
-    return _libraries[arch].flash_cuda_emulator_plantable().decode().split()
+    text: bytes = _libraries[arch].flash_cuda_emulator_plantable()
+    return text.decode().split()

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from build_tools.jobs import job_count
 
@@ -38,6 +40,7 @@ from .toolchain import (
 from .translate import TranslationError, translate
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 def _say(text: str) -> None:
@@ -152,7 +155,7 @@ class Builder:
     def build(self) -> Path:
         started = time.monotonic()
         everything = [*self.recipe.kernels, *self.recipe.hosts]
-        made = self._in_parallel([(p, lambda p=p: self._host(p)) for p in everything])
+        made = self._in_parallel([partial(self._host, p) for p in everything])
         compiled = [path for paths in made for path in paths if path.suffix == ".o"]
         ptx = [
             (source, path)
@@ -160,24 +163,21 @@ class Builder:
             for path in paths
             if path.suffix == ".ptx"
         ]
-        sources = self._in_parallel([(p, lambda s=s, p=p: self._translate(s, p)) for s, p in ptx])
+        sources = self._in_parallel([partial(self._translate, s, p) for s, p in ptx])
         jobs = [job for group in sources for job in group] + self._runtime_jobs()
-        if table := self._table_source():
-            jobs.append((table, HOST_FLAGS))
+        jobs.append((self._table_source(), HOST_FLAGS))
         # The longest first, so that no core waits for a late straggler.
         jobs.sort(key=lambda j: -j[0].stat().st_size)
-        done = self._in_parallel(
-            [(src, lambda s=src, f=flags: self._compile(s, f)) for src, flags in jobs]
-        )
+        done = self._in_parallel([partial(self._compile, *job) for job in jobs])
         library = self._link([*compiled, *done])
         seconds = time.monotonic() - started
         if seconds > 2:
             self.say(f"{self.recipe.name}: {library.name} ready in {seconds:.0f} s")
         return library
 
-    def _in_parallel(self, work: Sequence[tuple[Path, Callable[[], object]]]) -> list:
+    def _in_parallel(self, work: Sequence[Callable[[], T]]) -> list[T]:
         with ThreadPoolExecutor(self.jobs) as pool:
-            futures = [pool.submit(fn) for _, fn in work]
+            futures = [pool.submit(fn) for fn in work]
             try:
                 for f in as_completed(futures):
                     f.result()
@@ -314,7 +314,7 @@ class Builder:
         files = sorted((HERE / "runtime").glob("*.cpp")) + sorted((HERE / "cudart").glob("*.cpp"))
         return [(f, flags) for f in files]
 
-    def _table_source(self) -> Path | None:
+    def _table_source(self) -> Path:
         cc = int("".join(c for c in PTX_TARGETS[self.recipe.arch] if c.isdigit()))
         name = "flash_cuda_emulator_library_cc"
         text = f'extern "C" {{ extern const int {name}; const int {name} = {cc}; }}\n'
@@ -344,12 +344,12 @@ class Builder:
         obj = self.objects / f"{source.stem}-{key}.o"
         if not obj.exists():
             started = time.monotonic()
-            partial = obj.with_suffix(f".{time.monotonic_ns()}.tmp")
+            unfinished = obj.with_suffix(f".{time.monotonic_ns()}.tmp")
             run(
-                [*self.tools.gxx, *flags, *includes, "-c", str(source), "-o", str(partial)],
+                [*self.tools.gxx, *flags, *includes, "-c", str(source), "-o", str(unfinished)],
                 f"g++ {source.name}",
             )
-            partial.replace(obj)
+            unfinished.replace(obj)
             seconds = time.monotonic() - started
             if seconds > 1:
                 self.say(f"g++ {source.name} {seconds:.1f} s")
@@ -363,14 +363,17 @@ class Builder:
             return library
         script = self.cache / "lib" / "exports.map"
         script.write_text("{ global: flash_cuda_*; local: *; };\n")
-        partial = library.with_suffix(f".{time.monotonic_ns()}.tmp")
+        unfinished = library.with_suffix(f".{time.monotonic_ns()}.tmp")
         flags = (
             []
             if self.recipe.program
             else ["-shared", "-Wl,-Bsymbolic", f"-Wl,--version-script={script}"]
         )
-        run([*self.tools.gxx, *flags, "-Wl,--no-undefined", "-o", str(partial), *names], "the link")
-        partial.replace(library)
+        run(
+            [*self.tools.gxx, *flags, "-Wl,--no-undefined", "-o", str(unfinished), *names],
+            "the link",
+        )
+        unfinished.replace(library)
         return library
 
     @staticmethod

@@ -100,7 +100,7 @@ def mul(f: F, i: I) -> str:
 
 
 @instruction("mad", MODES + " lo hi wide")
-def mad(f: F, i: I) -> str:
+def mad(f: F, i: I) -> str | list[str]:
     if i.type in FLOATS:
         return fma(f, i)
     a, c = f.value(i.ops[1], i.type), f.value(i.ops[2], i.type)
@@ -227,7 +227,8 @@ def not_(f: F, i: I) -> str:
 
 @instruction("shl shr", "")
 def shift(f: F, i: I) -> str:
-    e = f"x{i.parts[0]}<{VALUE_TYPES[i.type]}>({f.value(i.ops[1], i.type)},{f.value(i.ops[2], 'u32')})"
+    args = f"{f.value(i.ops[1], i.type)},{f.value(i.ops[2], 'u32')}"
+    e = f"x{i.parts[0]}<{VALUE_TYPES[i.type]}>({args})"
     return f.put(i.ops[0], e, i.type)
 
 

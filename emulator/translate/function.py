@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .ptx import SIZES, PtxFunction, PtxModule, TranslationError, split_operands
 from .sites import SiteTable
@@ -30,7 +31,8 @@ PACKED = ("f16", "bf16", "f16x2", "bf16x2", "f32x2")
 SPECIAL_REGISTERS = {
     "%laneid": "T.lane", "%warpid": "T.warp_id", "%nwarpid": "T.num_warps",
     "%smid": "T.sm_id", "%nsmid": "T.num_sms", "%gridid": "0ull", "WARP_SZ": "32u",
-    "%clock": "T.clock(0)", "%clock64": "(uint64_t)T.clock(0)", "%globaltimer": "(uint64_t)T.clock(0)",
+    "%clock": "T.clock(0)", "%clock64": "(uint64_t)T.clock(0)",
+    "%globaltimer": "(uint64_t)T.clock(0)",
     "%cluster_ctarank": "T.rank", "%cluster_nctarank": "T.cluster_size",
     "%is_explicit_cluster": "(T.cluster_size>1)",
     "%dynamic_smem_size": "T.dynamic_smem", "%total_smem_size": "T.total_smem",
@@ -97,7 +99,9 @@ class FunctionTranslator:
         self.module, self.f, self.prefix, self.sites = module, f, prefix, sites
         self.calls: set[str] = set()
         self.globals_used: set[str] = set()
-        self._scopes: list[dict] = [{"registers": {}, "ranges": {}, "locals": {}, "id": 0}]
+        self._scopes: list[dict[str, Any]] = [
+            {"registers": {}, "ranges": {}, "locals": {}, "id": 0}
+        ]
         self._labels: dict[int, set[str]] = {}
         self._targets: dict[str, list[str]] = {}  # of brx.idx
         self._emitted: set[str] = set()
@@ -243,13 +247,17 @@ class FunctionTranslator:
         """C++ name and PTX type of a register."""
         for s in reversed(self._scopes):
             if name in s["registers"]:
-                return s["registers"][name]
+                known: tuple[str, str] = s["registers"][name]
+                return known
         m = re.fullmatch(r"(%?[A-Za-z_$]+)(\d+)", name)
-        for s in reversed(self._scopes) if m else ():
+        if not m:
+            return None
+        for s in reversed(self._scopes):
             entry = s["ranges"].get(m.group(1))
             if entry and int(m.group(2)) < entry[2]:
-                s["registers"][name] = self._declare(entry[0] + m.group(2), entry[1])
-                return s["registers"][name]
+                declared = self._declare(entry[0] + m.group(2), entry[1])
+                s["registers"][name] = declared
+                return declared
         return None
 
     def symbol(self, name: str) -> str | None:

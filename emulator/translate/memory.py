@@ -88,7 +88,7 @@ def store(f: F, i: I) -> list[str]:
     if i.has("async"):
         return [
             f"T.store_async({i.at},{f.shared_address(i.ops[0])},"
-            f"{f.values(names, 'u64' if width == 8 else 'b32') if width == 8 else _widened(f, names)},"
+            f"{f.values(names, 'u64') if width == 8 else _widened(f, names)},"
             f"{len(names)},{width},{f.shared_address(i.ops[2])});"
         ]
     out = [pointer(f, i, i.ops[0], width * len(names), "store")]

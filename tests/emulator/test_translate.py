@@ -83,7 +83,7 @@ def test_unknown_is_refused(instruction: str, words: str) -> None:
 def test_unknown_architecture() -> None:
     with pytest.raises(ValueError, match="arch must be one of sm80, sm90"):
         emulator.build("sm75")
-    with pytest.raises(emulator.EmulatorBuildError, match="no table.cpp"):
+    with pytest.raises(emulator.EmulatorBuildError, match=r"no table\.cpp"):
         emulator.build("sm120")
 
 
