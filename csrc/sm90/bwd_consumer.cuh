@@ -13,7 +13,8 @@
 
 namespace flash_cuda::sm90 {
 
-template <class Tile, DType kDType>
+// kGeneral: with softcap or ALiBi.
+template <class Tile, DType kDType, bool kGeneral>
 struct BwdConsumer {
   static constexpr bool kBf16 = kDType == DType::kBFloat16;
   static constexpr int kHeadDim = Tile::kHeadDim, kBlockQ = Tile::kBlockQ;
@@ -136,18 +137,53 @@ struct BwdConsumer {
     }
   }
 
-  // P^T = exp2(S^T * scale_log2 - lse2), also as 16-bit operand.
+  // tanh with an absolute error of about 1e-7, in two approximate instructions.
+  __device__ static float tanh_of(float x) {
+    return 1.0f - __fdividef(2.0f, 1.0f + ptx::ex2(x * 2.8853900817779268f));
+  }
+
+  // General variant: products to scores, see BwdArgs.
+  __device__ void modify_scores(const BwdTask<Tile>& task, int q0, int group) {
+    const FwdParams& p = args.params.fwd;
+    if (p.softcap != 0.0f) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] = tanh_of(scores[i] * args.to_score);
+      return;
+    }
+    const float slope =
+        p.alibi_slopes[task.sequence * p.alibi_batch_stride + task.first_q_head() + group];
+    const int distance = q0 + 2 * (lane() % 4) + task.mask.offset - task.kv0 - key_row();
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float away = fabsf(static_cast<float>(distance + 8 * j + e % 2 - 8 * (e / 2)));
+        scores[4 * j + e] = fmaf(-slope, away, scores[4 * j + e] * args.to_score);
+      }
+    }
+  }
+
+  // P^T = exp2(S^T * scale_log2 - lse2), also as 16-bit operand. With a cap the derivative of tanh
+  // then joins P^T, where only dS^T takes it from.
   __device__ void probabilities(float scale_log2, int stage, const float2* lse) {
+    const float capped = kGeneral && args.params.fwd.softcap != 0.0f ? 1.0f : 0.0f;
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
       const float2 l = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
       float* s = scores + 4 * j;
+      // A masked score is -inf and has no slope to tell from.
+      const float tanhs[4] = {fmaxf(s[0], -1.0f), fmaxf(s[1], -1.0f), fmaxf(s[2], -1.0f),
+                              fmaxf(s[3], -1.0f)};
       s[0] = ptx::ex2(fmaf(s[0], scale_log2, -l.x));
       s[1] = ptx::ex2(fmaf(s[1], scale_log2, -l.y));
       s[2] = ptx::ex2(fmaf(s[2], scale_log2, -l.x));
       s[3] = ptx::ex2(fmaf(s[3], scale_log2, -l.y));
       p16[j / 2][j % 2 * 2] = ptx::pack<kDType>(s[0], s[1]);
       p16[j / 2][j % 2 * 2 + 1] = ptx::pack<kDType>(s[2], s[3]);
+      if constexpr (kGeneral) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] *= fmaf(-capped * tanhs[e], tanhs[e], 1.0f);
+      }
     }
   }
 
@@ -186,7 +222,8 @@ struct BwdConsumer {
   }
 
   // One block of Q and dO in `stage`, whose barriers are in phase `phase`.
-  __device__ void step(const BwdTask<Tile>& task, int q0, bool masked, int stage, uint32_t phase) {
+  __device__ void step(const BwdTask<Tile>& task, int group, int q0, bool masked, int stage,
+                       uint32_t phase) {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     const uint32_t q_tile = smem + Smem::kQ + stage * Smem::kQBytes;
     const uint32_t dout_tile = smem + Smem::kDout + stage * Smem::kQBytes;
@@ -207,6 +244,7 @@ struct BwdConsumer {
 
     ptx::wgmma_wait_group<1>();
     ptx::pin(scores);
+    if constexpr (kGeneral) modify_scores(task, q0, group);
     if (masked) {
       mask_scores(task.mask, q0, task.kv0);
       __syncwarp();
@@ -254,7 +292,7 @@ struct BwdConsumer {
 #pragma unroll 1
     for (BwdSteps at(task); at.left > 0; at.next()) {
       const bool masked = at.q_block < full_begin || at.q_block >= full_end;
-      step(task, at.q_block * kBlockQ, masked, uniform(ring.slot), ring.phase);
+      step(task, at.group, at.q_block * kBlockQ, masked, uniform(ring.slot), ring.phase);
       ring.next();
     }
   }

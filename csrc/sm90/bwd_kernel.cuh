@@ -26,7 +26,7 @@
 
 namespace flash_cuda::sm90 {
 
-template <class Tile, DType kDType>
+template <class Tile, DType kDType, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdMaps maps, const __grid_constant__ BwdArgs args) {
   using Smem = BwdSmem<Tile>;
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<232>();
-    BwdConsumer<Tile, kDType> consumer{args, smem, smem_ptr, warpgroup - 1,
-                                       static_cast<int>(threadIdx.x % 128)};
+    BwdConsumer<Tile, kDType, kGeneral> consumer{args, smem, smem_ptr, warpgroup - 1,
+                                                 static_cast<int>(threadIdx.x % 128)};
     consumer.run();
   }
 }

@@ -31,16 +31,35 @@ inline int heads_per_section(const FwdParams& p, int heads) {
   return section;
 }
 
+template <class Tile, DType kDType, bool kGeneral>
+void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) {
+  constexpr int kSmemBytes = BwdSmem<Tile>::kBytes;
+  static std::atomic<uint64_t> smem_allowed{0};
+  auto* kernel = bwd_kernel<Tile, kDType, kGeneral>;
+  allow_dynamic_smem(kernel, kSmemBytes, smem_allowed);
+  const int blocks = min_of(args.num_tasks, args.params.fwd.num_sms);
+  LaunchShape shape{dim3(static_cast<unsigned>(blocks)), Tile::kThreads, kSmemBytes};
+  shape.after_dependency = true;
+  launch_kernel(kernel, shape, stream, maps, args);
+}
+
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using Tile = BwdTile<kHeadDim>;
-  using Smem = BwdSmem<Tile>;
   const FwdParams& p = params.fwd;
   BwdArgs args{};
   args.params = params;
   args.work.assign(params.workspace, params, Tile::kBlockQ, kHeadDim);
-  args.scale_log2 = p.softmax_scale * 1.4426950408889634f;
-  args.masked_score = p.softmax_scale < 0.0f ? INFINITY : -INFINITY;
+  constexpr float kLog2E = 1.4426950408889634f;
+  args.scale_log2 = p.softmax_scale * kLog2E;
+  if (p.softcap != 0.0f) {
+    args.to_score = p.softmax_scale / p.softcap;
+    args.scale_log2 = p.softcap * kLog2E;
+  } else if (p.alibi_slopes) {
+    args.to_score = p.softmax_scale;
+    args.scale_log2 = kLog2E;
+  }
+  args.masked_score = args.scale_log2 < 0.0f ? INFINITY : -INFINITY;
   args.kv_blocks = p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
                                   : ceil_div(p.seqlen_kv, Tile::kBlockKV);
   args.sections_of = p.cu_seqlens_k ? p.num_heads_kv : p.batch * p.num_heads_kv;
@@ -70,15 +89,13 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
 
   const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
   args.num_tasks = args.kv_blocks * args.sections_of;
-  const dim3 main_grid(static_cast<unsigned>(min_of(args.num_tasks, p.num_sms)));
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
   if (params.dq || params.dk || params.dv) {
-    static std::atomic<uint64_t> smem_allowed{0};
-    auto* kernel = bwd_kernel<Tile, kDType>;
-    allow_dynamic_smem(kernel, Smem::kBytes, smem_allowed);
-    LaunchShape shape{main_grid, Tile::kThreads, Smem::kBytes};
-    shape.after_dependency = true;
-    launch_kernel(kernel, shape, stream, maps, args);
+    if (p.softcap != 0.0f || p.alibi_slopes) {
+      launch_main<Tile, kDType, true>(maps, args, stream);
+    } else {
+      launch_main<Tile, kDType, false>(maps, args, stream);
+    }
   }
   if (params.dq) {
     LaunchShape shape{pass_grid, kPassThreads, 0};

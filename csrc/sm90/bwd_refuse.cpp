@@ -59,8 +59,7 @@ const char* refuse_bwd(const BwdParams& params) {
   if (p.block_table || p.cache_batch_idx || p.leftpad_k) {
     return "block_table, cache_batch_idx and leftpad_k have no backward";
   }
-  if (p.softcap != 0.0f) return "softcap is served by sm80";
-  if (p.alibi_slopes) return "alibi_slopes is served by sm80";
+  if (p.softcap != 0.0f && p.alibi_slopes) return "softcap with alibi_slopes is served by sm80";
   if (p.bias) return "bias is served by sm80";
   // Masked scores are an infinity that the scale makes negative.
   if (!(p.softmax_scale != 0.0f)) return "a softmax_scale of 0 is served by sm80";

@@ -21,8 +21,10 @@ struct BwdMaps {
 struct BwdArgs {
   BwdParams params;
   BwdWorkspace work;
-  float masked_score;     // becomes -inf by softmax_scale
-  float scale_log2;       // softmax_scale * log2(e)
+  float masked_score;  // becomes -inf by softmax_scale
+  // A logit in log2 units: score * scale_log2, where the score is q.k; in the general variant it is
+  // q.k * to_score, then tanh of it (softcap) or less the distance by slope (ALiBi).
+  float scale_log2, to_score;
   int kv_blocks;          // of one KV head, over the whole batch
   int heads_per_section;  // (batch *) heads whose Q and dO share the L2 cache
   int sections_of;  // what is divided into sections: batch * num_heads_kv, packed: num_heads_kv
@@ -85,7 +87,7 @@ struct BwdTask {
   int kv0;            // first key of the block, in the sequence
   int kv_row0, kv_batch, kv_head;
   int kv_slot_end;  // keys whose gradient is to be written
-  int q_row0, q_batch;
+  int q_row0, q_batch, sequence;
   int row_block_base;                  // of the sequence, in the workspace
   int group_size;                      // query heads of the KV head
   bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
@@ -183,6 +185,7 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
   t.kv_slot_end = s.seqlen_kv_slot;
   t.q_row0 = s.q_row0;
   t.q_batch = s.q_batch;
+  t.sequence = b;
   t.row_block_base = static_cast<int>(row_block_base(p, b, Tile::kBlockQ));
   t.group_size = p.num_heads_q / p.num_heads_kv;
   t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
