@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
       dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
-  if (ws.turn && threadIdx.x == 0) ws.turn[place] = 0;
+  if (ws.turn && threadIdx.x < ws.turns) ws.turn[place * ws.turns + threadIdx.x] = 0;
 }
 
 constexpr int kSinkThreads = 256;

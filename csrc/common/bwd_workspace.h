@@ -27,10 +27,11 @@ struct BwdWorkspace {
   int block_q = 0, head_dim = 0;     // tile shape of dq; head_dim is the kernel's, not the tensor's
   int tiles_per_sequence = 0;        // dense only
   int64_t tiles = 0;                 // of one head
+  int turns = 1;                     // parts of a dq tile that are added to in turn
   float* lse_log2 = nullptr;         // (heads, tiles * block_q): lse * log2(e), +inf: no row here
   float* row_dot = nullptr;          // (heads, tiles * block_q): rowsum(dout * out) - dlse
   float* dq = nullptr;               // (heads, tiles, block_q * head_dim), see ptx/red.h
-  int* turn = nullptr;               // (heads, tiles): KV blocks that have added to dq so far
+  int* turn = nullptr;               // (heads, tiles, turns): KV blocks that have added so far
   float* dbias = nullptr;            // (batch, heads, seqlen_q, seqlen_kv), where a broadcast bias
                                      // is to be reduced in a fixed order
 
@@ -38,8 +39,9 @@ struct BwdWorkspace {
     return p.cu_seqlens_q ? packed_block_base(q_row0, batch, block_q) : batch * tiles_per_sequence;
   }
 
-  static BwdWorkspace shape(const BwdParams& p, int block_q, int head_dim) {
+  static BwdWorkspace shape(const BwdParams& p, int block_q, int head_dim, int turns) {
     BwdWorkspace w;
+    w.turns = turns;
     w.block_q = block_q;
     w.head_dim = head_dim;
     w.tiles_per_sequence = ceil_div(p.fwd.seqlen_q, block_q);
@@ -60,7 +62,7 @@ struct BwdWorkspace {
     row_dot = reinterpret_cast<float*>(take(all * block_q));
     if (p.wanted & kWantDq) {
       dq = reinterpret_cast<float*>(take(all * block_q * head_dim));
-      if (p.deterministic) turn = reinterpret_cast<int*>(take(all));
+      if (p.deterministic) turn = reinterpret_cast<int*>(take(all * turns));
     }
     if ((p.wanted & kWantDbias) && p.deterministic && dbias_is_shared(p)) {
       dbias = reinterpret_cast<float*>(take(dbias_elements(p.fwd)));

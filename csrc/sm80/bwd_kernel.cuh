@@ -217,25 +217,24 @@ struct BwdBlock {
     if (ws.turn) pass_turn(tile);
   }
   // Deterministic order: KV blocks add to a tile in ascending order. The grid starts them in that
-  // order too, so whoever is waited for is already running.
+  // order too, so whoever is waited for is already running. A warp adds to the same part of a tile
+  // in every KV block, so turns are kept by the warp and need no meeting of the block.
+  __device__ int* turn_of(int64_t tile) const { return ws.turn + tile * Tile::kWarps + warp; }
+  __device__ int blocks_before() const {
+    const int q0 = q_block * Tile::kBlockQ;
+    return kv0 / Tile::kBlockKV - mask.kv_blocks(q0, Tile::kBlockQ, Tile::kBlockKV).begin;
+  }
   __device__ void wait_turn(int64_t tile) const {
-    if (threadIdx.x == 0) {
-      const int q0 = q_block * Tile::kBlockQ;
-      const int before =
-          kv0 / Tile::kBlockKV - mask.kv_blocks(q0, Tile::kBlockQ, Tile::kBlockKV).begin;
-      while (ptx::load_acquire(ws.turn + tile) < before) __nanosleep(32);
+    if (lane == 0) {
+      const int before = blocks_before();
+      while (ptx::load_acquire(turn_of(tile)) < before) __nanosleep(32);
     }
-    __syncthreads();  // every KV block before this one has added
+    __syncwarp();  // every KV block before this one has added
   }
   __device__ void pass_turn(int64_t tile) const {
     __threadfence();
-    __syncthreads();  // every warp has added
-    if (threadIdx.x == 0) {
-      const int q0 = q_block * Tile::kBlockQ;
-      ptx::store_release(ws.turn + tile,
-                         kv0 / Tile::kBlockKV + 1 -
-                             mask.kv_blocks(q0, Tile::kBlockQ, Tile::kBlockKV).begin);
-    }
+    __syncwarp();  // every lane has added
+    if (lane == 0) ptx::store_release(turn_of(tile), blocks_before() + 1);
   }
 
   // ---- elementwise parts

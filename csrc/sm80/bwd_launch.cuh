@@ -34,7 +34,8 @@ template <int kHeadDim, int kHeadDimV>
 size_t bwd_workspace_bytes(const BwdParams& p) {
   size_t bytes = 0;
   with_bwd_tile<kHeadDim, kHeadDimV>(p, [&](auto tile, auto) {
-    BwdWorkspace ws = BwdWorkspace::shape(p, decltype(tile)::kBlockQ, kHeadDim);
+    using Tile = decltype(tile);
+    BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, kHeadDim, Tile::kWarps);
     bytes = ws.place(p, nullptr);
   });
   return bytes;
@@ -53,7 +54,7 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   BwdParams p = params;
   p.fwd.unaligned = is_unaligned(p);
   const FwdParams& f = p.fwd;
-  BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, Tile::kHeadDim);
+  BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, Tile::kHeadDim, Tile::kWarps);
   ws.place(p, static_cast<char*>(p.workspace));
   if (ws.dbias) {
     check_cuda(cudaMemsetAsync(ws.dbias, 0, BwdWorkspace::dbias_elements(f) * 4, stream),

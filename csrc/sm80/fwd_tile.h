@@ -48,4 +48,15 @@ template <Variant v> struct FwdTile<256, 256, true, v>                     : Fwd
 template <Variant v> struct FwdTile<256, 256, false, v>                    : FwdTileShape<256, 256,  64, 32, 4, false, 1> {};
 // clang-format on
 
+// Short sequences under a causal mask: smaller tiles waste less of their diagonal blocks.
+constexpr int kShortRows = 1024;
+template <int kHeadDim, int kHeadDimV>
+constexpr bool kHasShortTile = false;
+template <>
+inline constexpr bool kHasShortTile<128, 128> = true;
+template <int kHeadDim, int kHeadDimV>
+struct ShortFwdTile;
+template <>
+struct ShortFwdTile<128, 128> : FwdTileShape<128, 128, 64, 64, 4, false, 3> {};
+
 }  // namespace flash_cuda::sm80
