@@ -49,7 +49,7 @@ struct Consumer {
   // Sums above kRepairAbove are repaired: P must not overflow its type. From kRecomputeFrom on (or
   // with a NaN) the exponentials themselves may have overflowed, so S is computed again.
   static constexpr float kRepairAbove = kBf16 ? 0x1p60f : 0x1p14f;
-  static constexpr float kRecomputeFrom = kBf16 ? 0x1p120f : 0x1p120f;
+  static constexpr float kRecomputeFrom = 0x1p120f;
 
   const FwdSmem<Tile> smem;
   const FwdArgs& args;
