@@ -1,6 +1,6 @@
 #include "sm90/fwd_variants.cuh"
 
-// build: spills allowed in fwd_kernel up to 16 bytes: loop bounds, outside the main loop
+// build: spills allowed in fwd_kernel up to 16 bytes: bounds in the general variant
 
 namespace flash_cuda::sm90 {
 
