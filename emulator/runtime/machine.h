@@ -62,7 +62,6 @@ struct AsyncState {
 struct Collective {
   uint64_t key = 0;
   uint32_t mask = 0, arrived = 0;
-  bool live = false;
   void* arg[32];
   void (*fn)(Collective&, void const* context) = nullptr;
   void const* context = nullptr;
@@ -76,6 +75,7 @@ struct Warp {
   bool slow = false;
   uint32_t registers = 0;
   Thread* lanes[32] = {};
+  uint32_t live = 0;  // bits of the entries of `pending` in use
   Collective pending[32];
 };
 

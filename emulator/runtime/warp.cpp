@@ -4,12 +4,13 @@
 namespace px {
 
 void complete_collectives(Warp& w) {
-  for (Collective& c : w.pending) {
-    if (!c.live || (c.mask & w.alive & ~c.arrived) != 0) continue;
-    c.live = false;
+  for (uint32_t left = w.live; left; left &= left - 1) {
+    uint32_t const i = uint32_t(__builtin_ctz(left));
+    Collective& c = w.pending[i];
+    if ((c.mask & w.alive & ~c.arrived) != 0) continue;
+    w.live &= ~(1u << i);
     c.fn(c, c.context);
-    for (uint32_t l = 0; l < 32; ++l)
-      if (c.arrived >> l & 1) M.wake(w.lanes[l]);
+    for (uint32_t bits = c.arrived; bits; bits &= bits - 1) M.wake(w.lanes[__builtin_ctz(bits)]);
   }
 }
 
@@ -20,18 +21,14 @@ void collective(Thread& t, int at, uint64_t key, uint32_t mask, void* arg, char 
   t.at = at;
   if (!(mask & bit)) t.fail(at, "lane not in its own member mask");
   Collective* c = nullptr;
-  for (Collective& p : w.pending)
-    if (p.live && p.key == key && p.mask == mask && !(p.arrived & bit)) {
-      c = &p;
-      break;
-    }
-  if (!c) {
-    for (Collective& p : w.pending)
-      if (!p.live) {
-        c = &p;
-        break;
-      }
-    c->live = true;
+  for (uint32_t left = w.live; left && !c; left &= left - 1) {
+    Collective& p = w.pending[__builtin_ctz(left)];
+    if (p.key == key && p.mask == mask && !(p.arrived & bit)) c = &p;
+  }
+  if (!c) {  // a lane waits in one place only, so 32 are enough
+    uint32_t const i = uint32_t(__builtin_ctz(~w.live));
+    w.live |= 1u << i;
+    c = &w.pending[i];
     c->key = key;
     c->mask = mask;
     c->arrived = 0;
