@@ -78,7 +78,10 @@ def asm(n: int, dtype: str, from_registers: bool, zero: bool) -> str:
     inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])' if from_registers else '"l"(a)'
     flags = '"n"(kTransB)' if from_registers else '"n"(kTransA), "n"(kTransB)'
     body = "\n".join("          " + t for t in text)
-    return f'      asm volatile(\n{body}\n          :\n{outputs}\n          : {inputs}, "l"(b), {flags});\n'
+    return (
+        f"      asm volatile(\n{body}\n          :\n{outputs}\n"
+        f'          : {inputs}, "l"(b), {flags});\n'
+    )
 
 
 def function(n: int, from_registers: bool, zero: bool) -> str:
