@@ -43,8 +43,8 @@ void launch_bwd_dbias(const BwdParams& p, const BwdWorkspace& ws, cudaStream_t s
                            (p.dbias_head_stride ? int64_t{f.num_heads_q} : 1) *
                            (p.dbias_row_stride ? int64_t{f.seqlen_q} : 1) *
                            (p.dbias_col_stride ? int64_t{f.seqlen_kv} : 1);
-  launch_kernel(bwd_dbias_kernel, ceil_div(elements, int64_t{kDbiasThreads}), kDbiasThreads, 0, stream, p,
-                static_cast<const float*>(ws.dbias), elements);
+  launch_kernel(bwd_dbias_kernel, ceil_div(elements, int64_t{kDbiasThreads}), kDbiasThreads, 0,
+                stream, p, static_cast<const float*>(ws.dbias), elements);
 }
 
 }  // namespace flash_cuda

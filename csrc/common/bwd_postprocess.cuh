@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   const int head = blockIdx.x / ws.tiles, tile = blockIdx.x - head * ws.tiles;
   WorkTile work;
   if (f.cu_seqlens_q) {
-    work = find_packed_block(f.cu_seqlens_q, f.batch, static_cast<int>(f.total_q), ws.block_q, tile);
+    work =
+        find_packed_block(f.cu_seqlens_q, f.batch, static_cast<int>(f.total_q), ws.block_q, tile);
   } else {
     const int b = tile / ws.tiles_per_sequence;
     work = {b, head, tile - b * ws.tiles_per_sequence, true};
@@ -32,13 +33,14 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   const float* accumulators = ws.dq + (head * ws.tiles + tile) * (ws.block_q * ws.head_dim);
   const int first = work.block * ws.block_q;
   uint16_t* dq = static_cast<uint16_t*>(p.dq) + seq.q_batch * p.dq_stride.batch +
-                 head * p.dq_stride.head + (seq.q_row0 + static_cast<int64_t>(first)) *
-                 p.dq_stride.row;
+                 head * p.dq_stride.head +
+                 (seq.q_row0 + static_cast<int64_t>(first)) * p.dq_stride.row;
   const int lane = threadIdx.x % 32, tiles_n = ws.head_dim / 8;
   const int quad = lane & ~3, corner = lane % 4;
   // Eight columns of a row are spread over a quad: four tiles are read together, and each lane of
   // the quad then stores 16 bytes of one of them.
-  for (int i = threadIdx.x / 32; i < ws.block_q / 16 * (tiles_n / 4); i += kPostprocessThreads / 32) {
+  for (int i = threadIdx.x / 32; i < ws.block_q / 16 * (tiles_n / 4);
+       i += kPostprocessThreads / 32) {
     const int row16 = i / (tiles_n / 4), n = i % (tiles_n / 4) * 4;
     uint32_t packed[2][4];  // [row g or g + 8][tile]
 #pragma unroll

@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads)
   const int head = blockIdx.x / ws.tiles, tile = blockIdx.x - head * ws.tiles;
   WorkTile work;
   if (f.cu_seqlens_q) {
-    work = find_packed_block(f.cu_seqlens_q, f.batch, static_cast<int>(f.total_q), ws.block_q, tile);
+    work =
+        find_packed_block(f.cu_seqlens_q, f.batch, static_cast<int>(f.total_q), ws.block_q, tile);
   } else {
     const int b = tile / ws.tiles_per_sequence;
     work = {b, head, tile - b * ws.tiles_per_sequence, true};
@@ -56,8 +57,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const uint16_t* out = static_cast<const uint16_t*>(f.out) + seq.q_batch * p.out_stride.batch +
                         head * p.out_stride.head;
-  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) +
-                         seq.q_batch * p.dout_stride.batch + head * p.dout_stride.head;
+  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + seq.q_batch * p.dout_stride.batch +
+                         head * p.dout_stride.head;
   const int lane = threadIdx.x % kLanesPerRow;
   for (int row = threadIdx.x / kLanesPerRow; row < ws.block_q; row += kThreads / kLanesPerRow) {
     const int q = work.block * ws.block_q + row;
@@ -68,8 +69,7 @@ __global__ void __launch_bounds__(kThreads)
         dot += dot8<kDType>(out + r * p.out_stride.row + d, dout + r * p.dout_stride.row + d,
                             f.unaligned);
       }
-      const float lse =
-          f.lse[seq.q_batch * f.lse_batch_stride + head * f.lse_head_stride + r];
+      const float lse = f.lse[seq.q_batch * f.lse_batch_stride + head * f.lse_head_stride + r];
       if (lse != -INFINITY) lse_log2 = lse * kLog2e;
       if (p.dlse && lane == 0) {
         const float dlse =

@@ -24,16 +24,16 @@ inline bool dbias_is_shared(const BwdParams& p) {
 }
 
 struct BwdWorkspace {
-  int block_q = 0, head_dim = 0;     // tile shape of dq; head_dim is the kernel's, not the tensor's
-  int tiles_per_sequence = 0;        // dense only
-  int64_t tiles = 0;                 // of one head
-  int turns = 1;                     // parts of a dq tile that are added to in turn
-  float* lse_log2 = nullptr;         // (heads, tiles * block_q): lse * log2(e), +inf: no row here
-  float* row_dot = nullptr;          // (heads, tiles * block_q): rowsum(dout * out) - dlse
-  float* dq = nullptr;               // (heads, tiles, block_q * head_dim), see ptx/red.h
-  int* turn = nullptr;               // (heads, tiles, turns): KV blocks that have added so far
-  float* dbias = nullptr;            // (batch, heads, seqlen_q, seqlen_kv), where a broadcast bias
-                                     // is to be reduced in a fixed order
+  int block_q = 0, head_dim = 0;  // tile shape of dq; head_dim is the kernel's, not the tensor's
+  int tiles_per_sequence = 0;     // dense only
+  int64_t tiles = 0;              // of one head
+  int turns = 1;                  // parts of a dq tile that are added to in turn
+  float* lse_log2 = nullptr;      // (heads, tiles * block_q): lse * log2(e), +inf: no row here
+  float* row_dot = nullptr;       // (heads, tiles * block_q): rowsum(dout * out) - dlse
+  float* dq = nullptr;            // (heads, tiles, block_q * head_dim), see ptx/red.h
+  int* turn = nullptr;            // (heads, tiles, turns): KV blocks that have added so far
+  float* dbias = nullptr;         // (batch, heads, seqlen_q, seqlen_kv), where a broadcast bias
+                                  // is to be reduced in a fixed order
 
   FLASH_CUDA_HOST_DEVICE int tile_base(const FwdParams& p, int q_row0, int batch) const {
     return p.cu_seqlens_q ? packed_block_base(q_row0, batch, block_q) : batch * tiles_per_sequence;

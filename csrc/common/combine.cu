@@ -56,15 +56,17 @@ __global__ void __launch_bounds__(kThreads)
   const int row = blockIdx.x / p.num_heads, head = blockIdx.x - row * p.num_heads;
   const int b = row / p.seqlen, q = row - b * p.seqlen;
 
-  const float* lse = p.lse_partial + b * p.lp_batch_stride + head * p.lp_head_stride +
-                     q * p.lp_row_stride;
+  const float* lse =
+      p.lse_partial + b * p.lp_batch_stride + head * p.lp_head_stride + q * p.lp_row_stride;
   float largest = -INFINITY;
   for (int s = threadIdx.x; s < p.num_splits; s += kThreads) {
     largest = fmaxf(largest, lse[s * p.lp_split_stride]);
   }
   largest = block_reduce(largest, scratch, [](float x, float y) { return fmaxf(x, y); });
   const float base = largest == -INFINITY ? 0.0f : largest;
-  const auto weight_of = [&](int s) { return ptx::ex2((lse[s * p.lp_split_stride] - base) * kLog2e); };
+  const auto weight_of = [&](int s) {
+    return ptx::ex2((lse[s * p.lp_split_stride] - base) * kLog2e);
+  };
   float total = 0.0f;
   for (int s = threadIdx.x; s < p.num_splits; s += kThreads) total += weight_of(s);
   total = block_reduce(total, scratch, [](float x, float y) { return x + y; });
@@ -74,8 +76,8 @@ __global__ void __launch_bounds__(kThreads)
         total > 0.0f ? base + logf(total) : -INFINITY;
   }
 
-  const float* in = p.out_partial + b * p.op_batch_stride + q * p.op_row_stride +
-                    head * p.op_head_stride;
+  const float* in =
+      p.out_partial + b * p.op_batch_stride + q * p.op_row_stride + head * p.op_head_stride;
   const int64_t out_row = b * p.out_stride.batch + q * p.out_stride.row + head * p.out_stride.head;
   for (int col0 = 0; col0 < p.head_dim_v; col0 += 128) {
     const int col = col0 + lane * 4;

@@ -24,8 +24,6 @@ FLASH_CUDA_HOST_DEVICE constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 // Rounds towards minus infinity, unlike `/`; b > 0.
-FLASH_CUDA_HOST_DEVICE constexpr int floor_div(int a, int b) {
-  return a / b - (a % b < 0 ? 1 : 0);
-}
+FLASH_CUDA_HOST_DEVICE constexpr int floor_div(int a, int b) { return a / b - (a % b < 0 ? 1 : 0); }
 
 }  // namespace flash_cuda

@@ -16,8 +16,8 @@ struct FwdKernel {
   const char* name;  // "sm90_fwd_hdim128"
   int arch;          // folder: 80, 90, 100
   DType dtype;
-  int head_dim, head_dim_v;             // the largest served; smaller ones are predicated
-  int block_q, block_kv, threads;       // of the plain variant, for explain()
+  int head_dim, head_dim_v;        // the largest served; smaller ones are predicated
+  int block_q, block_kv, threads;  // of the plain variant, for explain()
   // Null: this call is served. Else why not, as text to show ("dropout is served by sm80").
   const char* (*refuse)(const FwdParams&);
   size_t (*workspace_bytes)(const FwdParams&);

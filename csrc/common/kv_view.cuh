@@ -11,9 +11,9 @@ namespace flash_cuda {
 // kMayBePaged compiles page tables in, as a run-time branch.
 template <bool kMayBePaged>
 struct KvView {
-  const char* base;    // element 0 of the head (of the sequence's first row where not paged)
+  const char* base;  // element 0 of the head (of the sequence's first row where not paged)
   int64_t row_bytes;
-  const int* pages;    // this sequence's row of the block table, or null; the rest is for pages
+  const int* pages;  // this sequence's row of the block table, or null; the rest is for pages
   int64_t page_bytes;
   int page_size, first_row;
 

@@ -23,8 +23,8 @@ struct Mask {
   int offset;  // query q stands at key position q + offset
 
   FLASH_CUDA_HOST_DEVICE static Mask make(const FwdParams& p, int seqlen_q, int seqlen_kv) {
-    return {seqlen_q,          seqlen_kv, p.window_left, p.window_right,
-            p.attention_chunk, p.top_left ? 0 : seqlen_kv - seqlen_q};
+    return {seqlen_q,       seqlen_kv,         p.window_left,
+            p.window_right, p.attention_chunk, p.top_left ? 0 : seqlen_kv - seqlen_q};
   }
 
   // Query q sees the keys [kv_begin(q), kv_end(q)); none where end <= begin.
@@ -56,14 +56,16 @@ struct Mask {
   // The KV blocks for the query rows [q0, q0 + block_q) (rows past seqlen_q do not count).
   // begin and end of a row are monotone in q, so the first and the last row decide.
   FLASH_CUDA_HOST_DEVICE BlockRange kv_blocks(int q0, int block_q, int block_kv) const {
-    return blocks(q0, min_of(q0 + block_q, seqlen_q) - 1, block_kv,
-                  [this](int q) { return kv_begin(q); }, [this](int q) { return kv_end(q); });
+    return blocks(
+        q0, min_of(q0 + block_q, seqlen_q) - 1, block_kv, [this](int q) { return kv_begin(q); },
+        [this](int q) { return kv_end(q); });
   }
   // The Q blocks for the keys [kv0, kv0 + block_kv). Ragged rows of the last Q block are not
   // counted as full only if the block is partial.
   FLASH_CUDA_HOST_DEVICE BlockRange q_blocks(int kv0, int block_kv, int block_q) const {
-    return blocks(kv0, min_of(kv0 + block_kv, seqlen_kv) - 1, block_q,
-                  [this](int kv) { return q_begin(kv); }, [this](int kv) { return q_end(kv); });
+    return blocks(
+        kv0, min_of(kv0 + block_kv, seqlen_kv) - 1, block_q, [this](int kv) { return q_begin(kv); },
+        [this](int kv) { return q_end(kv); });
   }
 
  private:

@@ -19,10 +19,10 @@ struct WorkTile {
 };
 
 struct DenseSchedule {
-  int blocks;      // blocks of rows in a sequence
-  int heads;       // heads a sequence
+  int blocks;  // blocks of rows in a sequence
+  int heads;   // heads a sequence
   int batch;
-  int section;     // (batch, head) pairs walked together
+  int section;      // (batch, head) pairs walked together
   bool descending;  // last block of rows first: the longest one under a causal mask
 
   FLASH_CUDA_HOST_DEVICE int64_t size() const {

@@ -31,8 +31,8 @@ struct ScoreMod {
     m.bias = nullptr;
     if (p.bias) {
       const int64_t element = batch * p.bias_batch_stride + head * p.bias_head_stride;
-      m.bias = static_cast<const char*>(p.bias) +
-               element * (p.bias_dtype == DType::kFloat32 ? 4 : 2);
+      m.bias =
+          static_cast<const char*>(p.bias) + element * (p.bias_dtype == DType::kFloat32 ? 4 : 2);
     }
     m.bias_dtype = p.bias_dtype;
     m.bias_row_stride = p.bias_row_stride;

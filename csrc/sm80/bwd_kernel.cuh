@@ -2,9 +2,10 @@
 //
 // One thread block owns kBlockKV keys of one KV head and walks the query tiles that see them, of
 // all query heads of the group, so that dK and dV stay in registers and need no reduction. Scores
-// are computed transposed (a warp holds a few tiles of 16 keys x kWidthS queries): P^T and dS^T then are the left
-// operands of dV += P^T dO and dK += dS^T Q as they stand, and only dS goes through shared memory,
-// for dQ = dS K, which is added to an fp32 workspace. Query tiles are visited from last to first.
+// are computed transposed (a warp holds a few tiles of 16 keys x kWidthS queries): P^T and dS^T
+// then are the left operands of dV += P^T dO and dK += dS^T Q as they stand, and only dS goes
+// through shared memory, for dQ = dS K, which is added to an fp32 workspace. Query tiles are
+// visited from last to first.
 #pragma once
 
 #include "common/bwd_workspace.h"
@@ -42,10 +43,10 @@ struct BwdBlock {
   const int key_warp = warp % kKeyWarps, part = warp / kKeyWarps;
   const uint32_t smem_k, smem_v, smem_stage, smem_ds, smem_p;
   BlockRange range;
-  int tile_base;        // of this sequence in the workspace
-  bool ragged;          // this block reaches past the last key
-  bool needs_ds;        // somebody wants more than dV
-  int head, q_block;    // of the iteration
+  int tile_base;      // of this sequence in the workspace
+  bool ragged;        // this block reaches past the last key
+  bool needs_ds;      // somebody wants more than dV
+  int head, q_block;  // of the iteration
   ScoreMod score_mod;
   Dropout dropout;
 
@@ -129,9 +130,9 @@ struct BwdBlock {
   __device__ uint32_t stage_do(int stage) const { return stage_q(stage) + Tile::kBytesQ; }
   // Statistics of query columns c and c + 1 of this lane.
   __device__ float2 stat(int stage, int which, int c) const {
-    return ptx::load_shared_f32x2(stage_do(stage) + Tile::kBytesDo +
-                                  (which * Tile::kBlockQ + part * Tile::kWidthS +
-                                   Scores::col(lane, c)) * 4);
+    return ptx::load_shared_f32x2(
+        stage_do(stage) + Tile::kBytesDo +
+        (which * Tile::kBlockQ + part * Tile::kWidthS + Scores::col(lane, c)) * 4);
   }
 
   // ---- products
@@ -296,8 +297,8 @@ struct BwdBlock {
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int c = 0; c < Scores::kCols; ++c) {
-        const bool keep = dropout.keep(query0() + Scores::col(lane, c),
-                                       key0(m) + Scores::row(lane, r));
+        const bool keep =
+            dropout.keep(query0() + Scores::col(lane, c), key0(m) + Scores::row(lane, r));
         s.at(r, c) *= keep ? keep_scale : 0.0f;
       }
     }
@@ -448,9 +449,9 @@ struct BwdBlock {
 #pragma unroll
         for (int t = 0; t < kWidth / 8; ++t) {
           const int row = key_row() + m * 16 + lane / 4 + 8 * r;
-          ptx::store_shared_4(smem + Smem::offset(row, part * kWidth / 8 + t) + 4 * (lane % 4),
-                              ptx::pack<kDType>(acc[m].acc[t][2 * r] * scale,
-                                                acc[m].acc[t][2 * r + 1] * scale));
+          ptx::store_shared_4(
+              smem + Smem::offset(row, part * kWidth / 8 + t) + 4 * (lane % 4),
+              ptx::pack<kDType>(acc[m].acc[t][2 * r] * scale, acc[m].acc[t][2 * r + 1] * scale));
         }
       }
     }

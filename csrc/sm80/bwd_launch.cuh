@@ -72,9 +72,9 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   // Ascending, as the deterministic order of dq wants it (and longest first under a causal mask).
   const DenseSchedule schedule{ceil_div(f.seqlen_kv, Tile::kBlockKV), f.num_heads_kv, f.batch,
                                section_of_kv_heads(f), false};
-  const int64_t blocks =
-      f.cu_seqlens_k ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
-                     : schedule.size();
+  const int64_t blocks = f.cu_seqlens_k
+                             ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
+                             : schedule.size();
   launch_kernel(bwd_kernel<Tile, kDType, kVariant>, blocks, Tile::kThreads, Tile::kSmemBytes,
                 stream, p, ws, schedule);
   if (p.wanted & kWantDq) {

@@ -124,13 +124,13 @@ struct DecodeBlock {
     const char* base =
         static_cast<const char*>(tensor) +
         2 * (seq.q_batch * stride.batch + first_head * stride.head + seq.q_row0 * stride.row);
-    load<Tile::kBlockQ, kWidth>(
-        smem, seq.seqlen_q * group - row0, width, tensor,
-        [base, first = row0, heads = group, row_bytes = 2 * stride.row,
-         head_bytes = 2 * stride.head](int i) {
-          const int q = (first + i) / heads;
-          return base + q * row_bytes + (first + i - q * heads) * head_bytes;
-        });
+    load<Tile::kBlockQ, kWidth>(smem, seq.seqlen_q * group - row0, width, tensor,
+                                [base, first = row0, heads = group, row_bytes = 2 * stride.row,
+                                 head_bytes = 2 * stride.head](int i) {
+                                  const int q = (first + i) / heads;
+                                  return base + q * row_bytes +
+                                         (first + i - q * heads) * head_bytes;
+                                });
   }
   __device__ void load_kv(int kv0, int end, int stage) {
     const uint32_t smem = smem_stage + stage * Tile::kBytesStage;
@@ -145,8 +145,7 @@ struct DecodeBlock {
   // ---- one block of keys
   template <class Smem, int kSteps>
   __device__ void gemm_scores(Scores (&s)[1], uint32_t queries, uint32_t keys) {
-    const uint32_t a_base =
-        queries + Smem::lane_offset(lane) + row_warp * 16 * Smem::kRowBytes;
+    const uint32_t a_base = queries + Smem::lane_offset(lane) + row_warp * 16 * Smem::kRowBytes;
     const uint32_t b_base =
         keys + Smem::lane_offset(lane) + key_warp * Tile::kKeys * Smem::kRowBytes;
     warp_gemm<kDType, 1, Tile::kKeys, kSteps>(

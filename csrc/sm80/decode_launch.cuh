@@ -19,11 +19,11 @@ template <class Tile, DType kDType, Variant kVariant>
 void launch_decode_tile(const FwdParams& p, cudaStream_t stream) {
   const int group = p.pack_gqa ? p.num_heads_q / p.num_heads_kv : 1;
   const int64_t heads = p.num_heads_q / group;
-  const int64_t tiles = p.cu_seqlens_q
-                            ? packed_blocks(p.total_q * group, p.batch, Tile::kBlockQ)
-                            : p.batch * ceil_div(int64_t{p.seqlen_q} * group, int64_t{Tile::kBlockQ});
-  launch_kernel(decode_kernel<Tile, kDType, kVariant>, tiles * heads * p.num_splits,
-                Tile::kThreads, Tile::kSmemBytes, stream, p, group);
+  const int64_t tiles =
+      p.cu_seqlens_q ? packed_blocks(p.total_q * group, p.batch, Tile::kBlockQ)
+                     : p.batch * ceil_div(int64_t{p.seqlen_q} * group, int64_t{Tile::kBlockQ});
+  launch_kernel(decode_kernel<Tile, kDType, kVariant>, tiles * heads * p.num_splits, Tile::kThreads,
+                Tile::kSmemBytes, stream, p, group);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, bool kLarge>

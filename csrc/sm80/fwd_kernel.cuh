@@ -92,13 +92,15 @@ struct FwdBlock {
   }
   __device__ void load_k(int kv_block) {
     const int kv0 = kv_block * Tile::kBlockKV;
-    load<Tile::kBlockKV, Tile::kHeadDim>(k_stage(kv_block), seq.seqlen_kv - kv0, p.head_dim, p.k,
-                                         [view = k_view, kv0](int row) { return view.row(kv0 + row); });
+    load<Tile::kBlockKV, Tile::kHeadDim>(
+        k_stage(kv_block), seq.seqlen_kv - kv0, p.head_dim, p.k,
+        [view = k_view, kv0](int row) { return view.row(kv0 + row); });
   }
   __device__ void load_v(int kv_block) {
     const int kv0 = kv_block * Tile::kBlockKV;
-    load<Tile::kBlockKV, Tile::kHeadDimV>(smem_v, seq.seqlen_kv - kv0, p.head_dim_v, p.v,
-                                          [view = v_view, kv0](int row) { return view.row(kv0 + row); });
+    load<Tile::kBlockKV, Tile::kHeadDimV>(
+        smem_v, seq.seqlen_kv - kv0, p.head_dim_v, p.v,
+        [view = v_view, kv0](int row) { return view.row(kv0 + row); });
   }
   __device__ uint32_t k_stage(int kv_block) const {
     return smem_k + (kv_block & 1) * Tile::kBytesK;
@@ -375,7 +377,8 @@ struct FwdBlock {
 
 template <class Tile, DType kDType, Variant kVariant>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
-    fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ DenseSchedule schedule) {
+    fwd_kernel(const __grid_constant__ FwdParams p,
+               const __grid_constant__ DenseSchedule schedule) {
   extern __shared__ __align__(128) char smem[];
   WorkTile work;
   if (p.cu_seqlens_q) {

@@ -23,9 +23,9 @@ void launch_fwd_tile(const FwdParams& p, cudaStream_t stream) {
   const bool descending = p.window_right < kUnbounded || p.attention_chunk > 0;
   const DenseSchedule schedule{ceil_div(p.seqlen_q, Tile::kBlockQ), p.num_heads_q, p.batch,
                                section_of_heads(p), descending};
-  const int64_t blocks =
-      p.cu_seqlens_q ? packed_blocks(p.total_q, p.batch, Tile::kBlockQ) * p.num_heads_q
-                     : schedule.size();
+  const int64_t blocks = p.cu_seqlens_q
+                             ? packed_blocks(p.total_q, p.batch, Tile::kBlockQ) * p.num_heads_q
+                             : schedule.size();
   launch_kernel(fwd_kernel<Tile, kDType, kVariant>, blocks, Tile::kThreads, Tile::kSmemBytes,
                 stream, p, schedule);
 }

@@ -32,17 +32,33 @@ size_t no_workspace(const FwdParams&) { return 0; }
 template <DType kDType, int kHeadDim, int kHeadDimV>
 constexpr FwdKernel fwd_row(const char* name) {
   using Tile = FwdTile<kHeadDim, kHeadDimV, true, Variant::kPlain>;
-  return {name,          80,          kDType,         kHeadDim,
-          kHeadDimV,     Tile::kBlockQ, Tile::kBlockKV, Tile::kThreads,
-          refuse_fwd,    no_workspace,  launch_fwd<kDType, kHeadDim, kHeadDimV>};
+  return {name,
+          80,
+          kDType,
+          kHeadDim,
+          kHeadDimV,
+          Tile::kBlockQ,
+          Tile::kBlockKV,
+          Tile::kThreads,
+          refuse_fwd,
+          no_workspace,
+          launch_fwd<kDType, kHeadDim, kHeadDimV>};
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 constexpr FwdKernel decode_row(const char* name) {
   using Tile = DecodeTile<kHeadDim, kHeadDimV, true, 4>;
-  return {name,          80,          kDType,         kHeadDim,
-          kHeadDimV,     Tile::kBlockQ, Tile::kBlockKV, Tile::kThreads,
-          serve_all,     no_workspace,  launch_decode<kDType, kHeadDim, kHeadDimV>};
+  return {name,
+          80,
+          kDType,
+          kHeadDim,
+          kHeadDimV,
+          Tile::kBlockQ,
+          Tile::kBlockKV,
+          Tile::kThreads,
+          serve_all,
+          no_workspace,
+          launch_decode<kDType, kHeadDim, kHeadDimV>};
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
