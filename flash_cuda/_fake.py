@@ -27,6 +27,9 @@ def _accumulate_dtype(q: Tensor) -> torch.dtype:
 
 
 def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    for name, tensor in (("k", k), ("v", v)):  # torch sends a mix of cpu and meta tensors here
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q ({q.device}), got {tensor.device}")
     *batch, rows, heads, _ = q.shape
     out = q.new_empty([*q.shape[:-1], v.shape[-1]], dtype=_out_dtype(q))
     return out, q.new_empty([*batch, heads, rows], dtype=_accumulate_dtype(q))

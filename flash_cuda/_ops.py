@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from flash_cuda import _C, _engine
@@ -66,6 +67,31 @@ class _DeterministicScope(threading.local):
 
 _scope = _DeterministicScope()
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+@contextmanager
+def _below_this_autograd() -> Iterator[None]:
+    """Inside an autograd function: its op, without the Autograd kernel that called the function.
+
+    The function runs without gradients, which is right for its own level; levels of functorch
+    below it, as of a gradient of a gradient, are told to go on listening.
+    """
+    with ExitStack() as stack:
+        if torch._C._are_functorch_transforms_active():
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(_below_autograd())
+        yield
+
+
+def _refuse_forward_mode() -> NoReturn:
+    raise NotImplementedError(
+        "forward-mode derivatives (jvp, jacfwd, dual numbers) of flash_cuda's attention are not "
+        "supported: use reverse mode, or torch.nn.functional.scaled_dot_product_attention with "
+        "the math backend"
+    )
+
+
 # Owns what is registered below.
 _library: Any = torch.library.Library("flash_cuda", "IMPL")  # type: ignore[no-untyped-call]
 
@@ -161,7 +187,7 @@ def _refuse_gradient(options: Options) -> None:
 def _fwd_without_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> OutLse:
     if torch.compiler.is_dynamo_compiling():  # the guard below means nothing in a traced graph
         return FWD(q, k, v, **options)
-    with _below_autograd():
+    with _below_this_autograd():
         return FWD(q, k, v, **options)
 
 
@@ -193,7 +219,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, call: Callable[..., tuple[Tensor, ...]], options: Options, *args: Tensor
     ) -> tuple[Tensor, ...]:
-        with _below_autograd():
+        with _below_this_autograd():
             return call(*args, **options)
 
     @staticmethod
@@ -219,7 +245,18 @@ def _apply_at_this_level(function: type[torch.autograd.Function], *args: Any) ->
 
 
 def _wants_grad(*args: Any, **kwargs: Any) -> bool:
+    if forward_ad._current_level >= 0 and _has_tangent(*args, *kwargs.values()):
+        _refuse_forward_mode()
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
+
+
+def _has_tangent(*args: Any) -> bool:
+    return any(
+        isinstance(arg, Tensor)
+        and arg.is_floating_point()
+        and forward_ad.unpack_dual(arg).tangent is not None  # type: ignore[no-untyped-call]
+        for arg in args
+    )
 
 
 def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
@@ -261,7 +298,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _State, options: Options, out_partial: Tensor, lse_partial: Tensor) -> OutLse:
-        with _below_autograd():
+        with _below_this_autograd():
             out, lse = COMBINE(out_partial, lse_partial, **options)
         ctx.save_for_backward(out_partial, lse_partial, lse)
         return out, lse
@@ -339,6 +376,26 @@ def attention_forward(
         return _apply(_apply_at_this_level, q, k, v, options, deterministic)
     except ValueError as error:
         _engine.raise_as_refused(error)
+    except RuntimeError:  # also what torch says of arguments that the schema does not take
+        _refuse_types(FWD, {"q": q, "k": k, "v": v, **options})
+        raise
+
+
+def _refuse_types(op: Any, call: Options) -> None:
+    """Raises a TypeError for the first argument that is no tensor, or no integer, but should be."""
+    for argument in op._schema.arguments:
+        kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+        value = call.get(argument.name, argument.default_value)
+        if kind == "Tensor":
+            wrong = not isinstance(value, Tensor) and (value is not None or argument.name in "qkv")
+        else:
+            wrong = kind == "int" and isinstance(value, (float, str, list, tuple))
+        if wrong:
+            name = "window" if argument.name.startswith("window_") else argument.name
+            raise TypeError(
+                f"{name} must be {'a tensor' if kind == 'Tensor' else 'an integer'}, "
+                f"got {value!r:.60} ({type(value).__name__})"
+            )
 
 
 def kv_append(

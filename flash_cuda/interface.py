@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import Window, fwd_options
+from flash_cuda.options import Window, cache_lengths, fwd_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -428,11 +427,12 @@ def attention_decode(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`attention`.
     """
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     options = fwd_options(
         q,
         causal=causal,
         window=window,
-        seqused_k=_lengths(cache_seqlens, q, cu_seqlens_q),
+        seqused_k=cache_lengths(cache_seqlens, batch, q.device),
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
         leftpad_k=leftpad_k,
@@ -454,11 +454,3 @@ def attention_decode(
     )
     out, lse = _ops.attention_forward(q, k_cache, v_cache, options)
     return (out, lse) if return_lse else out
-
-
-def _lengths(seqlens: Tensor | int | None, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
-    """Returns (batch,) int32 of one number, or what was given."""
-    if not isinstance(seqlens, int):
-        return seqlens
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    return torch.full((batch,), seqlens, dtype=torch.int32, device=q.device)

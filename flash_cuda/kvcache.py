@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_cuda import _ops
 from flash_cuda.flash_attn import last_contiguous, one_of
-from flash_cuda.options import Window, fwd_options
+from flash_cuda.options import Window, cache_lengths, fwd_options
 from flash_cuda.rotary import apply_rotary
 
 
@@ -98,7 +98,7 @@ def flash_attn_with_kvcache(
     """
     table = one_of("block_table", block_table, "page_table", page_table)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    lengths = _lengths(cache_seqlens, batch, q.device)
+    lengths = cache_lengths(cache_seqlens, batch, q.device)
     cache: dict[str, Any] = {"block_table": table, "cache_batch_idx": cache_batch_idx}
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must be given together")
@@ -157,16 +157,10 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _lengths(seqlens: Tensor | int | None, batch: int, device: torch.device) -> Tensor | None:
-    if isinstance(seqlens, int):
-        return torch.full((batch,), seqlens, dtype=torch.int32, device=device)
-    return seqlens
-
-
 def _check_room(
     cache_seqlens: Tensor | int | None, k: Tensor, k_cache: Tensor, block_table: Tensor | None
 ) -> None:
-    if not isinstance(cache_seqlens, int):
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return  # kv_append_ looks at tensors, where it can
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if cache_seqlens + k.shape[1] > capacity:

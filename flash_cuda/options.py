@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -21,6 +22,22 @@ def window_ends(causal: bool, window: Window) -> tuple[int, int]:
         ) from None
     left = -1 if left is None else left
     return left, 0 if causal else (-1 if right is None else right)
+
+
+def cache_lengths(
+    seqlens: Tensor | SupportsIndex | None, batch: int, device: torch.device
+) -> Tensor | None:
+    """Returns cache_seqlens as a (batch,) int32 tensor: one number is that of every sequence."""
+    if seqlens is None or isinstance(seqlens, Tensor):
+        return seqlens
+    if not isinstance(seqlens, int):  # asked first: torch.compile knows this one
+        if not isinstance(seqlens, SupportsIndex):
+            raise TypeError(
+                "cache_seqlens must be an int32 tensor, an integer or None, "
+                f"got {seqlens!r:.60} ({type(seqlens).__name__})"
+            )
+        seqlens = operator.index(seqlens)
+    return torch.full((batch,), seqlens, dtype=torch.int32, device=device)
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:

@@ -84,6 +84,41 @@ def test_splits(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)
 
 
+@pytest.mark.parametrize("split_size", [64, 256])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_fixed_split_size_is_batch_invariant(
+    backend: Backend, split_size: int, paged: bool
+) -> None:
+    """A sequence gets the same bits alone, in a batch, beside longer ones and in a larger cache."""
+    page, lengths = 64, (700, 65, 1000, 700)
+    case = AttentionCase(head_dim=64)
+    device = backend.device
+    capacity = 1024
+    q = torch.randn(4, 1, 8, 64, device=device, dtype=torch.bfloat16)
+    k = torch.randn(4, capacity, 2, 64, device=device, dtype=torch.bfloat16)
+    v = torch.randn_like(k)
+    used = torch.tensor(lengths, device=device, dtype=torch.int32)
+
+    def call(rows: slice, room: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = [t[rows, :room] for t in (k, v)]
+        table: dict[str, torch.Tensor] = {}
+        if paged:
+            batch = cache[0].shape[0]
+            pages = torch.arange(batch * room // page, device=device, dtype=torch.int32)
+            table["block_table"] = pages.view(batch, -1)
+            cache = [t.reshape(-1, page, *t.shape[2:]) for t in cache]
+        out, lse = backend.call(
+            case, "fwd", q[rows], *cache, seqused_k=used[rows], split_size=split_size, **table
+        )
+        return out, lse
+
+    together = call(slice(0, 4), capacity)
+    for b, length in enumerate(lengths):
+        one = slice(b, b + 1)
+        for alone in (call(one, capacity), call(one, -(-length // page) * page)):
+            assert all(torch.equal(a, t[one]) for a, t in zip(alone, together, strict=True))
+
+
 @with_cases(
     grid(
         AttentionCase(rows=(2, 2), keys=(90, 33), heads=8, heads_kv=1, head_dim=64, qv=True),

@@ -6,7 +6,10 @@ the public op (the CPU engine) and the C++ op body, and has to say the same in a
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -129,9 +132,12 @@ DENSE: list[Case] = [
      r"window_left must be -1 \(unlimited\) or at least 0, got -2"),
     ("window right", {"window_right": -7}, ValueError, "window_right must .* got -7"),
     ("chunk", {"attention_chunk": -1}, ValueError, r"attention_chunk must be at least 0 .*got -1"),
-    ("scale", {"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite, got nan"),
-    ("softcap", {"softcap": -1.0}, ValueError, "softcap must be finite and at least 0.* got -1"),
+    ("scale", {"softmax_scale": float("nan")}, ValueError, "softmax_scale must .* got nan"),
+    ("softcap", {"softcap": -1.0}, ValueError, "softcap must be 0 .none. or finite.* got -1"),
     ("softcap nan", {"softcap": float("nan")}, ValueError, "softcap must .* got nan"),
+    ("softcap below float32", {"softcap": 1e-45}, ValueError, "softcap must .* got 1e-45"),
+    ("softcap above float32", {"softcap": 1e300}, ValueError, r"softcap must .* got 1e\+300"),
+    ("scale above float32", {"softmax_scale": -1e300}, ValueError, "softmax_scale must .* got -1e"),
     ("dropout 1", {"dropout_p": 1.0}, ValueError,
      "dropout_p must be at least 0 and under 1, got 1"),
     ("dropout < 0", {"dropout_p": -0.1}, ValueError, "dropout_p must .* got -0.1"),
@@ -279,6 +285,8 @@ APPEND: list[Case] = [
     ("lengths", {"cache_seqlens": i32(0)}, ValueError, r"cache_seqlens must .* got \(1,\)"),
     ("lengths dtype", {"cache_seqlens": zeros(2, dtype=LONG)}, TypeError,
      "cache_seqlens must be int32"),
+    ("expanded", {"k_cache": zeros(1, 10, 2, 8).expand(2, -1, -1, -1)}, ValueError,
+     "k_cache is written to and must not be expanded, got stride 0 in dimension 0"),
     ("batch", {"k_cache": zeros(3, 10, 2, 8), "v_cache": zeros(3, 10, 2, 16)}, ValueError,
      r"k_cache must have the batch of k \(2\)"),
     ("capacity", {"k": zeros(2, 11, 2, 8), "v": zeros(2, 11, 2, 16)}, ValueError,
@@ -407,8 +415,11 @@ def test_overrides_for_cpu_tensors_refuse_cuda_tensors(name: str) -> None:
         ops.fwd(**call)
 
 
-# ---- values, in the debug mode
+# ---- values
 
+# Those that every backend cuts to fit are refused in the debug mode alone; with the others memory
+# outside of a tensor would be read, and on the CPU they are always refused.
+CUT_TO_FIT = ("max_seqlen_q", "seqused_k", "seqused_q")
 VALUES = [
     (packed_call, {"cu_seqlens_q": i32(1, 5, 10)}, "cu_seqlens_q must start with 0, got 1"),
     (packed_call, {"cu_seqlens_k": i32(0, 8, 7)},
@@ -419,7 +430,9 @@ VALUES = [
      "max_seqlen_q must be at least every length, got 4 and a length of 5"),
     (packed_call, {"seqused_k": i32(3, 8)}, "seqused_k must be 0 to .* 7, got 8 for sequence 1"),
     (dense_call, {"seqused_q": i32(-1, 2)}, "seqused_q must be 0 to .* 5, got -1 for sequence 0"),
-    (dense_call, {"leftpad_k": i32(0, 8)}, "leftpad_k must be 0 to .* 7, got 8 for sequence 1"),
+    (dense_call, {"leftpad_k": i32(0, 8)},
+     "leftpad_k must be at most the length .* 7, got 8 for sequence 1"),
+    (dense_call, {"leftpad_k": i32(0, -1)}, "leftpad_k must be at least 0, got -1 for sequence 1"),
     (dense_call, {"cache_batch_idx": i32(0, 2)},
      "cache_batch_idx must be 0 to 1, got 2 for sequence 1"),
     (paged_call, {"block_table": torch.tensor([[0, 1, 6], [5, 9, 9]], dtype=torch.int32)},
@@ -430,12 +443,16 @@ VALUES = [
 @pytest.mark.parametrize(
     ("make", "wrong", "pattern"), VALUES, ids=[str(list(v[1])) for v in VALUES]
 )
-def test_values_in_the_debug_mode(
+def test_values(
     make: Any, wrong: dict[str, Any], pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = make() | wrong
     monkeypatch.delenv("FLASH_CUDA_DEBUG", raising=False)
-    _C.check_fwd(**call)
+    if next(iter(wrong)) in CUT_TO_FIT or "at most the length" in pattern:
+        _C.check_fwd(**call)
+    else:
+        with pytest.raises(ValueError, match=pattern):
+            ops.fwd(**call)
     monkeypatch.setenv("FLASH_CUDA_DEBUG", "1")
     _C.check_fwd(**make())
     for function in (_C.check_fwd, ops.fwd, ops._fwd_emulated):
@@ -469,6 +486,15 @@ def test_values_of_kv_append(
 
 
 # ---- what is not served, and what is no call at all
+
+
+def test_an_unknown_name_in_the_environment() -> None:
+    code = "import flash_cuda, torch; flash_cuda.attention(*[torch.ones(1, 2, 1, 8)] * 3)"
+    environment = os.environ | {"FLASH_CUDA_KERNEL": "sm70"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "ValueError: the kernel override must be sm80, sm90" in run.stderr
 
 
 def test_without_kernels_cuda_says_how_to_build_them() -> None:

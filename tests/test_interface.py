@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -137,6 +138,42 @@ def test_wrong_options(options: dict[str, Any]) -> None:
     """The text names the argument."""
     with pytest.raises(ValueError, match=next(iter(options))):
         flash_cuda.attention(*qkv(torch.float32), **options)
+
+
+def test_lengths_of_other_types() -> None:
+    q, k, v = rand(1, 1, H, D), rand(1, 5, HK, D), rand(1, 5, HK, D)
+    length: Any = np.int64(3)
+    for call in (flash_cuda.attention_decode, flash_cuda.flash_attn_with_kvcache):
+        assert torch.equal(call(q, k, v, cache_seqlens=length), call(q, k, v, cache_seqlens=3))
+        wrong: Any
+        for wrong in (3.0, [3]):
+            with pytest.raises(TypeError, match="cache_seqlens must be an int32 tensor"):
+                call(q, k, v, cache_seqlens=wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"q": [1.0]}, r"q must be a tensor, got \[1.0\] \(list\)"),
+        ({"k": None}, r"k must be a tensor, got None"),
+        ({"bias": 3.0}, r"bias must be a tensor, got 3.0 \(float\)"),
+        ({"window": (1.5, 0)}, r"window must be an integer, got 1.5 \(float\)"),
+        ({"attention_chunk": 2.5}, r"attention_chunk must be an integer, got 2.5"),
+    ],
+)
+def test_what_is_of_another_type(change: dict[str, Any], text: str) -> None:
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match=text):
+        flash_cuda.attention(**{"q": q, "k": k, "v": v, **change})
+
+
+def test_sizes_of_one_and_none() -> None:
+    """No queries' heads is a result without elements; one column lies well at any stride."""
+    _, k, v = qkv()
+    assert flash_cuda.attention(k[:, :, :0], k, v).shape == (*k.shape[:2], 0, v.shape[-1])
+    lengths = torch.tensor([3, 9], dtype=torch.int32)[::2]  # one entry, stride 2
+    narrow = torch.randn(1, 5, 2, 4)[..., ::4]  # one column, stride 4
+    flash_cuda.attention_decode(narrow, narrow, narrow, cache_seqlens=lengths)
 
 
 def test_sinks_and_slopes_of_any_float_type() -> None:

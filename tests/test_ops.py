@@ -124,6 +124,12 @@ def test_fake_gradients_look_like_real_ones(wanted: int, dtype: torch.dtype) -> 
     assert [t.numel() > 0 for t in real] == [bool(wanted >> bit & 1) for bit in range(5)]
 
 
+def test_meta_tensors_beside_others_are_refused() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="k must be on the device of q"):
+        flash_cuda.attention(q, k.to("meta"), v)
+
+
 def test_meta_tensors() -> None:
     q, k, v = (t.to("meta") for t in qkv())
     out, lse = flash_cuda.attention(q, k, v, return_lse=True)
@@ -228,6 +234,48 @@ def test_a_second_derivative_is_refused(call: Callable[..., Tensor]) -> None:
     assert other.requires_grad
 
 
+def test_a_second_derivative_is_refused_inside_transforms() -> None:
+    """Gradients within gradients see each other; zeros would be a silent wrong answer."""
+    q, k, v = qkv()
+
+    def loss(q: Tensor) -> Tensor:
+        return flash_cuda.attention(q, k, v).sin().sum()
+
+    twice = torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())
+    for second in (twice, torch.func.hessian(loss), lambda q: torch.func.vmap(twice)(q[None])):
+        with pytest.raises(NotImplementedError, match=r"second derivative|forward-mode"):
+            second(q)
+
+
+def test_an_outer_gradient_reaches_through_an_inner_transform() -> None:
+    """The inner transform takes the gradient of q alone; the outer one that of the output by k."""
+    q, k, v = qkv(dtype=torch.float64)
+
+    def outer(k: Tensor) -> Tensor:
+        primal, _ = torch.func.vjp(lambda q: flash_cuda.attention(q, k, v), q)
+        return primal.sin().sum()
+
+    got = torch.func.grad(outer)(k)
+    k.requires_grad_()
+    (want,) = torch.autograd.grad(flash_cuda.attention(q, k, v).sin().sum(), k)
+    torch.testing.assert_close(got, want)
+    (eager,) = torch.autograd.grad(outer(k), k)
+    torch.testing.assert_close(eager, want)
+
+
+def test_forward_mode_is_refused() -> None:
+    q, k, v = qkv()
+    call = lambda q: flash_cuda.attention(q, k, v)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(call, (q,), (q,))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jacfwd(call)(q)
+    with torch.autograd.forward_ad.dual_level():
+        call(q)  # nothing to carry
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            call(torch.autograd.forward_ad.make_dual(q, q))
+
+
 @pytest.mark.parametrize("name", ["qv", "alibi_slopes", "q_descale"])
 def test_a_gradient_that_does_not_exist_is_refused(name: str) -> None:
     """A parameter that would silently stay as it is must not look trained."""
@@ -247,14 +295,21 @@ def test_backward_of_a_call_without_gradient_is_refused() -> None:
         out.sum().backward()
 
 
-def test_gradient_of_any_layout() -> None:
-    """An expanded or transposed upstream gradient counts the same as a contiguous one."""
+@pytest.mark.parametrize(
+    "dout",
+    [torch.ones(()).expand(B, S, H, D), rand(B, S, D, H).mT, rand(B, S, H, 2 * D)[..., ::2]],
+    ids=["expanded", "transposed", "strided"],
+)
+def test_gradient_of_any_layout(dout: Tensor) -> None:
+    """An upstream gradient counts the same however it lies, for the function and the bare op."""
     q, k, v = qkv(True)
-    out = flash_cuda.attention(q, k, v)
-    ones = torch.autograd.grad(out, [q, k, v], torch.ones_like(out), retain_graph=True)
-    expanded = torch.autograd.grad(out, [q, k, v], torch.ones(()).expand_as(out))
-    for a, b in zip(ones, expanded, strict=True):
+    out, lse = flash_cuda.attention(q, k, v, return_lse=True)
+    want = torch.autograd.grad(out, [q, k, v], dout.contiguous(), retain_graph=True)
+    got = torch.autograd.grad(out, [q, k, v], dout)
+    bare = OPS.bwd(dout, None, *(t.detach() for t in (q, k, v, out, lse)))
+    for a, b, c in zip(want, got, bare[:3], strict=True):
         torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, c)
 
 
 # ---- autocast ------------------------------------------------------------------------------------

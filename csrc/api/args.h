@@ -53,7 +53,8 @@ struct TensorInfo {
     if (sizes[dim] > 1) return strides[dim];
     return dim == ndim - 1 ? 1 : sizes[dim + 1] * stride(dim + 1);
   }
-  bool rows_contiguous() const { return ndim <= 0 || stride(-1) == 1; }
+  // The stride of a single column says nothing; torch's contiguous() leaves it, whatever it is.
+  bool rows_contiguous() const { return ndim <= 0 || size(-1) <= 1 || stride(-1) == 1; }
   template <class T>
   const T* as() const {
     return static_cast<const T*>(data);

@@ -11,6 +11,8 @@ namespace {
 constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
 constexpr int64_t kMaxSplits = 256;
 constexpr int64_t kMaxHeadDim = 1 << 16;
+// Of factors of the logits, and one over it the least softcap: kernels keep them in float32.
+constexpr double kMaxScale = 1e30;
 
 bool is_attention_dtype(ScalarType type) {
   return type == ScalarType::kFloat16 || type == ScalarType::kBFloat16 ||
@@ -261,11 +263,12 @@ void check_options(const FwdArgs& a) {
   check_window_end("window_left", a.window_left);
   check_window_end("window_right", a.window_right);
   check_at_least_0("attention_chunk", a.attention_chunk, " (0: no chunks)");
-  if (a.has_softmax_scale && !std::isfinite(a.softmax_scale)) {
-    refuse_value("softmax_scale must be finite, got ", a.softmax_scale);
+  if (a.has_softmax_scale && !(std::abs(a.softmax_scale) <= kMaxScale)) {
+    refuse_value("softmax_scale must be finite and at most ", kMaxScale, ", got ", a.softmax_scale);
   }
-  if (!(a.softcap >= 0.0) || !std::isfinite(a.softcap)) {
-    refuse_value("softcap must be finite and at least 0 (0: none), got ", a.softcap);
+  if (a.softcap != 0.0 && !(a.softcap >= 1.0 / kMaxScale && a.softcap <= kMaxScale)) {
+    refuse_value("softcap must be 0 (none) or finite, ", 1.0 / kMaxScale, " to ", kMaxScale,
+                 ", got ", a.softcap);
   }
   if (!(a.dropout_p >= 0.0 && a.dropout_p < 1.0)) {
     refuse_value("dropout_p must be at least 0 and under 1, got ", a.dropout_p);
@@ -292,6 +295,16 @@ void check_options(const FwdArgs& a) {
   }
   if (a.max_seqlen_q != kNotGiven) check_at_least_0("max_seqlen_q", a.max_seqlen_q, "");
   if (a.max_seqlen_k != kNotGiven) check_at_least_0("max_seqlen_k", a.max_seqlen_k, "");
+}
+
+// Rows of an expanded tensor share memory; writes would overwrite each other.
+void check_written(const TensorInfo& cache) {
+  for (int i = 0; i < cache.ndim; ++i) {
+    if (cache.size(i) > 1 && cache.stride(i) == 0) {
+      refuse_value(cache.name,
+                   " is written to and must not be expanded, got stride 0 in dimension ", i);
+    }
+  }
 }
 
 void check_devices(const FwdArgs& a) {
@@ -393,6 +406,7 @@ void check_kv_append(const KvAppendArgs& a) {
                    ", num_heads_kv, head_dim), got ", shape_text(*t));
     }
     check_rows_contiguous(*t);
+    if (cache) check_written(*t);
   }
   const int64_t batch = k.size(0), heads = k.size(2);
   check_shape(a.v, {batch, k.size(1), heads, a.v_cache.size(3)},

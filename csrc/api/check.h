@@ -1,6 +1,6 @@
 // Every check of an argument, for every op and backend: same text on a GPU, on the CPU and in
 // explain(). Pure functions over shapes, strides, dtypes, devices and options; they read no tensor
-// data (check_lengths does, for the debug mode) and build text only when they refuse.
+// data (those of check_lengths.cpp do) and build text only when they refuse.
 #pragma once
 
 #include <string>
@@ -28,8 +28,10 @@ void check_combine(const CombineArgs& args);
 void check_kv_append(const KvAppendArgs& args);
 
 // The values of lengths, offsets, pages and cache rows, whose `data` must be readable here: reading
-// them from a GPU costs a synchronisation, so these run only where FLASH_CUDA_DEBUG=1 asks for it
-// (check_append_lengths also for CPU tensors).
+// them from a GPU costs a synchronisation, so there these run only where FLASH_CUDA_DEBUG=1 asks
+// for it. On CPU tensors check_places and check_append_lengths always run: nothing is read or
+// written outside the tensors. check_lengths also refuses what every backend cuts to fit.
+void check_places(const FwdArgs& args, const Sizes& sizes);
 void check_lengths(const FwdArgs& args, const Sizes& sizes);
 void check_append_lengths(const KvAppendArgs& args);
 bool debug_mode();

@@ -1,4 +1,5 @@
 // Checks of values: what check.cpp cannot see in shapes.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -9,19 +10,25 @@ namespace flash_cuda {
 
 namespace {
 
-void check_cu_seqlens_values(const TensorInfo& t, int64_t total, const char* hint_name,
-                             int64_t hint) {
+void check_hint(const TensorInfo& t, const char* hint_name, int64_t hint) {
+  if (!t.given() || hint == kNotGiven) return;
+  const int* cu = t.as<int>();
+  for (int64_t b = 0; b + 1 < t.size(0); ++b) {
+    const int64_t length = int64_t{cu[b + 1]} - cu[b];
+    if (length > hint) {
+      refuse_value(hint_name, " must be at least every length, got ", hint, " and a length of ",
+                   length, " for sequence ", b);
+    }
+  }
+}
+
+void check_cu_seqlens_values(const TensorInfo& t, int64_t total) {
   if (!t.given()) return;
   const int* cu = t.as<int>();
   if (cu[0] != 0) refuse_value(t.name, " must start with 0, got ", cu[0]);
   for (int64_t b = 0; b + 1 < t.size(0); ++b) {
-    const int64_t length = int64_t{cu[b + 1]} - cu[b];
-    if (length < 0) {
+    if (cu[b + 1] < cu[b]) {
       refuse_value(t.name, " must not decrease, got ", cu[b], " before ", cu[b + 1], " at ", b + 1);
-    }
-    if (hint != kNotGiven && length > hint) {
-      refuse_value(hint_name, " must be at least every length, got ", hint, " and a length of ",
-                   length, " for sequence ", b);
     }
   }
   const int last = cu[t.size(0) - 1];
@@ -56,38 +63,54 @@ void check_cache_row(const TensorInfo& cache_batch_idx, int64_t rows, int64_t b)
   }
 }
 
-// Entries behind the length may be anything.
-void check_pages(const TensorInfo& table, int64_t length, int64_t page_size, int64_t num_pages,
-                 int64_t b) {
+// Entries behind the length, and before the first key that counts, may be anything.
+void check_pages(const TensorInfo& table, int64_t first, int64_t length, int64_t page_size,
+                 int64_t num_pages, int64_t b) {
   if (!table.given()) return;
   const int* pages = table.as<int>() + b * table.stride(0);
-  for (int64_t i = 0; i < ceil_div(length, page_size); ++i) {
+  for (int64_t i = first / page_size; i < ceil_div(length, page_size); ++i) {
     if (pages[i] >= 0 && pages[i] < num_pages) continue;
     refuse_value("block_table must hold pages 0 to ", num_pages - 1, ", got ", pages[i], " at (", b,
                  ", ", i, ")");
   }
 }
 
+// Keys of sequence b that count, as every backend takes them: cut to what there is.
+int64_t keys_of(const FwdArgs& a, const Sizes& s, int64_t b) {
+  const int64_t all = slot(a.cu_seqlens_k, s.seqlen_kv, b);
+  if (!a.seqused_k.given()) return all;
+  return std::min(std::max(int64_t{a.seqused_k.as<int>()[b]}, int64_t{0}), all);
+}
+
 }  // namespace
 
-void check_lengths(const FwdArgs& a, const Sizes& s) {
-  check_cu_seqlens_values(a.cu_seqlens_q, s.total_q, "max_seqlen_q", a.max_seqlen_q);
-  check_cu_seqlens_values(a.cu_seqlens_k, s.total_kv, "max_seqlen_k", a.max_seqlen_k);
-  check_used(a.seqused_q, a.cu_seqlens_q, s.seqlen_q, s.batch);
-  check_used(a.seqused_k, a.cu_seqlens_k, s.seqlen_kv, s.batch);
+void check_places(const FwdArgs& a, const Sizes& s) {
+  check_cu_seqlens_values(a.cu_seqlens_q, s.total_q);
+  check_cu_seqlens_values(a.cu_seqlens_k, s.total_kv);
   for (int64_t b = 0; b < s.batch; ++b) {
-    const int64_t length =
-        a.seqused_k.given() ? a.seqused_k.as<int>()[b] : slot(a.cu_seqlens_k, s.seqlen_kv, b);
-    if (a.leftpad_k.given()) {
-      const int pad = a.leftpad_k.as<int>()[b];
-      if (pad < 0 || pad > length) {
-        refuse_value("leftpad_k must be 0 to the length of the sequence, ", length, ", got ", pad,
-                     " for sequence ", b);
-      }
+    const int64_t length = keys_of(a, s, b);
+    const int leftpad = a.leftpad_k.given() ? a.leftpad_k.as<int>()[b] : 0;
+    if (leftpad < 0) {
+      refuse_value("leftpad_k must be at least 0, got ", leftpad, " for sequence ", b);
     }
     check_cache_row(a.cache_batch_idx, a.k.size(0), b);
-    check_pages(a.block_table, length, s.page_size, s.num_pages, b);
+    check_pages(a.block_table, leftpad, length, s.page_size, s.num_pages, b);
   }
+}
+
+void check_lengths(const FwdArgs& a, const Sizes& s) {
+  check_places(a, s);
+  check_used(a.seqused_q, a.cu_seqlens_q, s.seqlen_q, s.batch);
+  check_used(a.seqused_k, a.cu_seqlens_k, s.seqlen_kv, s.batch);
+  for (int64_t b = 0; a.leftpad_k.given() && b < s.batch; ++b) {
+    const int pad = a.leftpad_k.as<int>()[b];
+    if (pad > keys_of(a, s, b)) {
+      refuse_value("leftpad_k must be at most the length of the sequence, ", keys_of(a, s, b),
+                   ", got ", pad, " for sequence ", b);
+    }
+  }
+  check_hint(a.cu_seqlens_q, "max_seqlen_q", a.max_seqlen_q);
+  check_hint(a.cu_seqlens_k, "max_seqlen_k", a.max_seqlen_k);
 }
 
 void check_append_lengths(const KvAppendArgs& a) {
@@ -101,7 +124,7 @@ void check_append_lengths(const KvAppendArgs& a) {
                    capacity, ", got ", length, " for sequence ", b);
     }
     check_cache_row(a.cache_batch_idx, a.k_cache.size(0), b);
-    check_pages(a.block_table, end, page_size, a.k_cache.size(0), b);
+    check_pages(a.block_table, length, end, page_size, a.k_cache.size(0), b);
     if (a.rotary_cos.given() && end > a.rotary_cos.size(0)) {
       refuse_value("rotary_cos must have a row for each position, ", end, " of them, got ",
                    shape_text(a.rotary_cos), " for sequence ", b);

@@ -20,7 +20,9 @@ thread_local std::string thread_override;
 const std::string& process_override() {
   static const std::string name = [] {
     const char* value = std::getenv("FLASH_CUDA_KERNEL");
-    return std::string(value ? value : "");
+    const std::string text(value ? value : "");
+    parse_override(text);  // refuses what is no name, at each call that asks
+    return text;
   }();
   return name;
 }

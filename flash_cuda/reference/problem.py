@@ -119,6 +119,8 @@ class Problem:
 
     def parts(self) -> Iterator[Part]:
         """Yields the parts of the call; together they cover every row that counts."""
+        if self.num_heads_q == 0:
+            return
         pending: Part | None = None
         for sequence in self._sequences():
             if pending is not None and self._continues(pending, sequence):
