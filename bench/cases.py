@@ -104,7 +104,7 @@ class Case:
             "uneven": self.kind == "decode" and self.lengths,
             f"page{self.page_size}": self.page_size,
             self.dtype: self.dtype != "bfloat16",
-            f"{self.threads} threads": self.threads,
+            f"{self.threads} thread{'s' if self.threads > 1 else ''}": self.threads,
         }
         return " ".join([p for p in parts if p] + [text for text, on in options.items() if on])
 

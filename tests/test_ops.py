@@ -75,6 +75,16 @@ def test_opcheck_bwd(wanted: int) -> None:
     opcheck(OPS.bwd.default, args, {"bias": bias, "sink": sink, "wanted": wanted})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", [7, 1])
+def test_opcheck_bwd_of_kernels(wanted: int) -> None:
+    """Results that are not wanted must not alias each other, and dout may lie in any way."""
+    q, k, v = (t.to("cuda", torch.bfloat16).repeat(1, 1, 1, 8) for t in qkv())
+    out, lse = OPS.fwd(q, k, v)
+    for dout in (torch.randn_like(out), torch.ones_like(out[:1, :1, :1, :1]).expand_as(out)):
+        opcheck(OPS.bwd.default, (dout, None, q, k, v, out, lse), {"wanted": wanted})
+
+
 def test_opcheck_combine() -> None:
     args = (rand(3, B, S, H, D, grad=True), rand(3, B, H, S, grad=True))
     opcheck(OPS.combine.default, args)
