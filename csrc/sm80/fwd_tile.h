@@ -34,7 +34,7 @@ template <int kHeadDim, int kHeadDimV, bool kLarge, Variant> struct FwdTile;
 //                                                                                   d   dv    q  kv  w  Qreg  blocks
 template <bool kLarge> struct FwdTile<32, 32, kLarge, Variant::kPlain>     : FwdTileShape< 32,  32, 128, 64, 4, false, 3> {};
 template <bool kLarge> struct FwdTile<32, 32, kLarge, Variant::kGeneral>   : FwdTileShape< 32,  32, 128, 64, 4, false, 2> {};
-template <bool kLarge> struct FwdTile<64, 64, kLarge, Variant::kPlain>     : FwdTileShape< 64,  64, 128, 64, 4, false, 3> {};
+template <bool kLarge> struct FwdTile<64, 64, kLarge, Variant::kPlain>     : FwdTileShape< 64,  64, 128, 64, 4, true,  2> {};
 template <bool kLarge> struct FwdTile<64, 64, kLarge, Variant::kGeneral>   : FwdTileShape< 64,  64, 128, 64, 4, false, 2> {};
 template <bool kLarge> struct FwdTile<96, 96, kLarge, Variant::kPlain>     : FwdTileShape< 96,  96, 128, 64, 4, false, 2> {};
 template <bool kLarge> struct FwdTile<96, 96, kLarge, Variant::kGeneral>   : FwdTileShape< 96,  96,  64, 64, 4, false, 2> {};

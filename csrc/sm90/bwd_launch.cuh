@@ -31,13 +31,22 @@ inline int heads_per_section(const FwdParams& p, int heads) {
   return section;
 }
 
+// Drawing the next task early hides the ends of short tasks, but leaves a long one to a block that
+// is still busy: from this many steps on, a block takes one task (docs/tuning.md).
+inline bool draws_late(const FwdParams& p, int block_q) {
+  constexpr int kLongTask = 128;
+  const int steps = ceil_div(p.seqlen_q, block_q) * (p.num_heads_q / p.num_heads_kv);
+  return !p.cu_seqlens_q && steps >= kLongTask;
+}
+
 template <class Tile, DType kDType, bool kGeneral>
 void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) {
   constexpr int kSmemBytes = BwdSmem<Tile>::kBytes;
   static std::atomic<uint64_t> smem_allowed{0};
   auto* kernel = bwd_kernel<Tile, kDType, kGeneral>;
   allow_dynamic_smem(kernel, kSmemBytes, smem_allowed);
-  const int blocks = min_of(args.num_tasks, args.params.fwd.num_sms);
+  const int blocks =
+      args.one_task ? args.num_tasks : min_of(args.num_tasks, args.params.fwd.num_sms);
   LaunchShape shape{dim3(static_cast<unsigned>(blocks)), Tile::kThreads, kSmemBytes};
   shape.after_dependency = true;
   launch_kernel(kernel, shape, stream, maps, args);
@@ -89,6 +98,7 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
 
   const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
   args.num_tasks = args.kv_blocks * args.sections_of;
+  args.one_task = params.deterministic || draws_late(p, Tile::kBlockQ);
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
   if (params.dq || params.dk || params.dv) {
     if (p.softcap != 0.0f || p.alibi_slopes) {

@@ -146,23 +146,26 @@ struct BwdTails {
 };
 
 // Warp 3: draws tasks, a task ahead of the others. Tasks are drawn in order also at first, so that
-// whatever a task waits for in deterministic mode is running.
+// whatever a task waits for in deterministic mode is running (there a block takes one task only: a
+// task drawn ahead would keep others waiting before it has begun).
 template <class Tile>
 __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uint8_t* smem_ptr) {
   const BwdBarriers<Tile> bars{smem + BwdSmem<Tile>::kBarriers};
   const bool leader = threadIdx.x % 32 == 0;
   BwdTails<Tile> tails{smem, smem_ptr};
   ptx::griddep_wait();  // the pre-pass sets the counter
+  bool last = false;
   for (RingPlace tasks;; tasks.next()) {
     BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
     if (leader) {
       ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
       do {
-        const int index = atomicAdd(args.work.next_task, 1);
+        const int index = last ? args.num_tasks : atomicAdd(args.work.next_task, 1);
         task.none = index >= args.num_tasks;
         if (task.none) break;
         bwd_task<Tile>(args, index, task);
       } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
+      last = args.one_task;
       ptx::mbarrier_arrive(bars.task_full(tasks.slot));
     }
     __syncwarp();
