@@ -24,7 +24,8 @@ CPP_FILES = $(shell git ls-files 'csrc/*' 'tests/cpp/*' 'emulator/*' \
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build bench lint format lint-python lint-cpp lint-layers build-report clean
+.PHONY: help run test build bench lint format lint-python lint-cpp lint-layers build-report clean \
+	emulator-crosscheck
 
 help:  ## this list
 	@grep -hE '^[a-z_.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -62,6 +63,9 @@ format: $(STAMPS)-dev  ## write the format that lint asks for
 
 build-report: build  ## the longest files and functions, compile times, registers and spills
 	$(py) tools/build_report.py
+
+emulator-crosscheck: $(STAMPS)-test  ## CUTLASS's own kernels through the emulator
+	$(py) -m emulator.crosscheck
 
 compile_commands.json: $(STAMPS)-package  ## for editors and clang-tidy
 	$(py) -m build_tools --compile-commands
