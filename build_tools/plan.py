@@ -27,7 +27,8 @@ OTHER_SECONDS_PER_CODE = 10.0
 COMMIT_SOURCE = "generated/commit.cpp"
 
 HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas=-v", "--keep"]
+# The line tables quote the PTX: compressed, an object is a sixth of its size.
+NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xfatbin=-compress-all", "-Xptxas=-v", "--keep"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-Wno-deprecated-gpu-targets"]
 
 
