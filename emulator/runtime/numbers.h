@@ -231,25 +231,25 @@ inline uint32_t brev(uint32_t x) {
   inline uint32_t v_##name##_##ty##x2(uint32_t a_, uint32_t c_) {                                \
     return pk(v_##name##_##ty(a_ >> 16, c_ >> 16), v_##name##_##ty(uint16_t(a_), uint16_t(c_))); \
   }
-#define PX_HF(ty, C, D)                                                                       \
-  PX_H(add, a + c, ty, C, D)                                                                  \
-  PX_H(sub, a - c, ty, C, D)                                                                  \
-  PX_H(mul, a* c, ty, C, D)                                                                   \
-  PX_H(max, fmax(a, c), ty, C, D) PX_H(min, fmin(a, c), ty, C, D) inline uint16_t v_fma_##ty( \
-      uint16_t a, uint16_t c, uint16_t d) {                                                   \
-    return D(float(double(C(a)) * C(c) + C(d)));                                              \
-  }                                                                                           \
-  inline uint32_t v_fma_##ty##x2(uint32_t a, uint32_t c, uint32_t d) {                        \
-    return pk(v_fma_##ty(a >> 16, c >> 16, d >> 16),                                          \
-              v_fma_##ty(uint16_t(a), uint16_t(c), uint16_t(d)));                             \
-  }                                                                                           \
-  inline uint16_t v_ex2_##ty(uint16_t a) { return D(std::exp2(C(a))); }                       \
-  inline uint32_t v_ex2_##ty##x2(uint32_t a) {                                                \
-    return pk(v_ex2_##ty(a >> 16), v_ex2_##ty(uint16_t(a)));                                  \
-  }                                                                                           \
-  inline uint16_t v_tanh_##ty(uint16_t a) { return D(std::tanh(C(a))); }                      \
-  inline uint32_t v_tanh_##ty##x2(uint32_t a) {                                               \
-    return pk(v_tanh_##ty(a >> 16), v_tanh_##ty(uint16_t(a)));                                \
+#define PX_HF(ty, C, D)                                                                            \
+  PX_H(add, a + c, ty, C, D)                                                                       \
+  PX_H(sub, a - c, ty, C, D)                                                                       \
+  PX_H(mul, a* c, ty, C, D)                                                                        \
+  PX_H(max, fmax(a, c), ty, C, D)                                                                  \
+  PX_H(min, fmin(a, c), ty, C, D) inline uint16_t v_fma_##ty(uint16_t a, uint16_t c, uint16_t d) { \
+    return D(float(double(C(a)) * C(c) + C(d)));                                                   \
+  }                                                                                                \
+  inline uint32_t v_fma_##ty##x2(uint32_t a, uint32_t c, uint32_t d) {                             \
+    return pk(v_fma_##ty(a >> 16, c >> 16, d >> 16),                                               \
+              v_fma_##ty(uint16_t(a), uint16_t(c), uint16_t(d)));                                  \
+  }                                                                                                \
+  inline uint16_t v_ex2_##ty(uint16_t a) { return D(std::exp2(C(a))); }                            \
+  inline uint32_t v_ex2_##ty##x2(uint32_t a) {                                                     \
+    return pk(v_ex2_##ty(a >> 16), v_ex2_##ty(uint16_t(a)));                                       \
+  }                                                                                                \
+  inline uint16_t v_tanh_##ty(uint16_t a) { return D(std::tanh(C(a))); }                           \
+  inline uint32_t v_tanh_##ty##x2(uint32_t a) {                                                    \
+    return pk(v_tanh_##ty(a >> 16), v_tanh_##ty(uint16_t(a)));                                     \
   }
 PX_HF(f16, cvt_f16, to_f16_rn)
 PX_HF(bf16, cvt_bf16, to_bf16_rn)
