@@ -61,6 +61,21 @@ def test_options_may_be_shapes(options: dict[str, Any]) -> None:
     )
 
 
+def test_packed_shapes_are_served_like_packed_tensors() -> None:
+    """By the kernel that serves the dense call: an unread length is not an absent one."""
+    dense = flash_cuda.explain(*SHAPES, dtype=torch.bfloat16, device="H100")
+    if not dense.served:
+        pytest.skip(dense.reason)
+    packed = flash_cuda.explain(
+        *((shape[0] * shape[1], *shape[2:]) for shape in SHAPES),
+        dtype=torch.bfloat16,
+        device="H100",
+        cu_seqlens_q=(SHAPES[0][0] + 1,),
+        cu_seqlens_k=(SHAPES[0][0] + 1,),
+    )
+    assert packed.kernel == dense.kernel
+
+
 def test_packed_and_paged_shapes() -> None:
     q, k = (300, 8, 64), (400, 2, 64)
     cu = torch.tensor([0, 100, 300], dtype=torch.int32)
