@@ -1,0 +1,93 @@
+// Tensor maps over the rows of a sequence, so that the copy engine stops at its last row.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "common/params.h"
+#include "common/tensor_map.h"
+
+namespace flash_cuda {
+
+// Coordinates of a tensor map beside the column.
+struct MapRows {
+  int row0, c2, c3;  // row r of the sequence is (column, row0 + r, c2, c3)
+};
+
+// Dense: (column, row, head, batch), and the tensor ends where the sequence does. Clipped: two
+// dimensions run over the rows, (column, row1, row2, head), both with the row stride; the base lies
+// `extent` rows ahead. A sequence of `len` rows from `first` on uses row1 = extent - len + r,
+// row2 = first + len: rows past the end leave the bounds of row1 and read as zero.
+struct RowMap {
+  int clipped = 0;
+  int extent = 0;      // rows of dimension row1: no sequence is longer
+  int batch_rows = 0;  // rows between the batches of a dense tensor
+
+  FLASH_CUDA_HOST_DEVICE MapRows locate(int first, int len, int head, int batch) const {
+    if (!clipped) return {first, head, batch};
+    return {extent - len, batch * batch_rows + first + len, head};
+  }
+};
+
+// A tensor of rows x heads x batch.
+struct MapSource {
+  const void* base;
+  Stride stride;
+  int columns;
+  int64_t rows;  // of a batch, or of the packed tensor
+  int heads, batch;
+};
+
+inline RowMap row_map(const MapSource& t, bool packed, bool clipped) {
+  RowMap map;
+  map.clipped = packed || clipped;
+  map.extent = static_cast<int>(t.rows);
+  map.batch_rows = packed ? 0 : static_cast<int>(t.stride.batch / t.stride.row);
+  return map;
+}
+
+// Boxes of box_columns x box_rows; a row of a box is one swizzle width.
+inline CUtensorMap rows_tensor_map(const MapSource& t, const RowMap& rows, int box_columns,
+                                   int box_rows, DType dtype) {
+  TensorMapShape shape{};
+  if (rows.clipped) {
+    const int64_t last = int64_t(rows.batch_rows) * (rows.batch_rows ? t.batch - 1 : 0);
+    shape.base = static_cast<const char*>(t.base) - t.rows * t.stride.row * 2;
+    shape.dims[2] = last + t.rows + 1;
+    shape.dims[3] = t.heads;
+    shape.strides[1] = t.stride.row;
+    shape.strides[2] = t.stride.head;
+  } else {
+    shape.base = t.base;
+    shape.dims[2] = t.heads;
+    shape.dims[3] = t.batch;
+    shape.strides[1] = t.stride.head;
+    shape.strides[2] = t.stride.batch;
+  }
+  shape.dims[0] = t.columns;
+  shape.dims[1] = t.rows;
+  shape.strides[0] = t.stride.row;
+  shape.box[0] = box_columns;
+  shape.box[1] = box_rows;
+  shape.box[2] = shape.box[3] = 1;
+  shape.swizzle_bytes = box_columns * 2;
+  return make_tensor_map(shape, dtype);
+}
+
+// The copy engine wants addresses and strides of whole 16-byte units, and no repeated rows.
+inline bool map_serves(const MapSource& t, bool packed) {
+  const auto fits = [](int64_t elements, int64_t count) {
+    return count <= 1 || (elements > 0 && elements % 8 == 0 && elements < (int64_t(1) << 38));
+  };
+  return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.stride.row, t.rows) &&
+         fits(t.stride.head, t.heads) && (packed || fits(t.stride.batch, t.batch));
+}
+
+// Sequences with used lengths are found by counting rows through the batch.
+inline bool rows_count_through(const MapSource& t) {
+  return t.batch <= 1 || (t.stride.row > 0 && t.stride.batch % t.stride.row == 0);
+}
+
+}  // namespace flash_cuda

@@ -1,0 +1,17 @@
+// The forward kernels of this folder, one launcher for each head dimension.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/params.h"
+
+namespace flash_cuda::sm100 {
+
+// head dims of Q, K and of V up to these; smaller ones end inside the tile.
+template <DType kDType, int kHeadDim, int kHeadDimV>
+void launch_fwd(const FwdParams& params, cudaStream_t stream);
+
+// Null, or why this folder does not serve the call.
+const char* refuse_fwd(const FwdParams& params);
+
+}  // namespace flash_cuda::sm100

@@ -1,0 +1,55 @@
+// The kernels of this folder, as dispatch sees them.
+#include "common/kernel_table.h"
+#include "sm100/fwd.h"
+
+namespace flash_cuda::sm100 {
+namespace {
+
+size_t no_workspace(const FwdParams&) { return 0; }
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+constexpr FwdKernel fwd_row(const char* name, int block_q, int threads) {
+  return {name,
+          100,
+          kDType,
+          kHeadDim,
+          kHeadDimV,
+          block_q,
+          128,
+          threads,
+          refuse_fwd,
+          no_workspace,
+          launch_fwd<kDType, kHeadDim, kHeadDimV>};
+}
+
+template <DType kDType>
+constexpr FwdKernel kHdim64 = fwd_row<kDType, 64, 64>("sm100_fwd_hdim64", 256, 512);
+template <DType kDType>
+constexpr FwdKernel kHdim96 = fwd_row<kDType, 96, 96>("sm100_fwd_hdim96", 256, 512);
+template <DType kDType>
+constexpr FwdKernel kHdim128 = fwd_row<kDType, 128, 128>("sm100_fwd_hdim128", 256, 512);
+template <DType kDType>
+constexpr FwdKernel kHdim192V128 = fwd_row<kDType, 192, 128>("sm100_fwd_hdim192_128", 256, 512);
+template <DType kDType>
+constexpr FwdKernel kHdim256 = fwd_row<kDType, 256, 256>("sm100_fwd_hdim256", 128, 384);
+
+constexpr FwdKernel kFwd[] = {
+    kHdim64<DType::kBFloat16>,      kHdim64<DType::kFloat16>,      kHdim96<DType::kBFloat16>,
+    kHdim96<DType::kFloat16>,       kHdim128<DType::kBFloat16>,    kHdim128<DType::kFloat16>,
+    kHdim192V128<DType::kBFloat16>, kHdim192V128<DType::kFloat16>, kHdim256<DType::kBFloat16>,
+    kHdim256<DType::kFloat16>,
+};
+
+}  // namespace
+
+const KernelTable& kernel_table() {
+  static const KernelTable table = [] {
+    KernelTable t;
+    t.fwd = kFwd;
+    t.num_fwd = sizeof(kFwd) / sizeof(kFwd[0]);
+    return t;
+  }();
+  return table;
+}
+
+}  // namespace flash_cuda::sm100
