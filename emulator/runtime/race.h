@@ -62,6 +62,7 @@ class RaceDetector {
   void start_thread(Thread& t, HbThread& hb);
 
   void release(HbThread& hb, HbClock& into);
+  void merge(HbClock& into, HbClock const& from);
   void acquire(HbThread& hb, HbClock const& from);
   void warp_barrier(Thread* const* threads, uint32_t mask);
   void fence(HbThread& hb, int scope);
@@ -107,7 +108,6 @@ class RaceDetector {
   uint32_t new_agent(std::string name);
   Cell& cell(uint64_t word);
   void join(std::shared_ptr<HbVector>& into, std::shared_ptr<HbVector> const& from);
-  void merge(HbClock& into, HbClock const& from);
   void add(std::shared_ptr<HbVector>& into, HbAgent const& agent);
   bool knows(HbOperation const& view, Access const& access, bool async) const;
   void touch(Thread& t, int at, uint8_t const* p, uint32_t n, bool write, Access const& access,

@@ -194,14 +194,22 @@ void Thread::tcgen05_fence(int where, bool) { at = where; }
 void Thread::tcgen05_commit(int where, int, uint32_t barrier, bool multicast, uint32_t mask) {
   at = where;
   HbAgent agent;
-  if (hb) agent = {hb->own[kHbTcgen05].id, ++hb->own[kHbTcgen05].clock};
+  // What the thread knew when it issued came before what is tracked.
+  auto known = std::make_shared<HbClock>();
+  if (hb) {
+    agent = {hb->own[kHbTcgen05].id, ++hb->own[kHbTcgen05].clock};
+    M.race->release(*hb, *known);
+  }
   if (!multicast) mask = 1u << (barrier >> kCtaShift);
   if (mask >> cluster_size) fail(where, "tcgen05.commit to a thread block outside the cluster");
   for (uint32_t r = 0; r < cluster_size; ++r) {
     if (!(mask >> r & 1)) continue;
     uint32_t const b = multicast ? mapa(barrier, r) : barrier;
     mbarrier_check(*this, where, b);
-    push(*this, [=] { mbarrier_arrive_async(*this, where, b, agent); });
+    push(*this, [=] {
+      if (M.race) M.race->merge(M.race->barrier_pending(arena + b), *known);
+      mbarrier_arrive_async(*this, where, b, agent);
+    });
   }
 }
 
