@@ -189,7 +189,10 @@ def test_the_stub_lists_what_the_module_has() -> None:
     stub = (ROOT / "flash_cuda" / "_C.pyi").read_text()
     functions = set(re.findall(r"^def (\w+)\(", stub, re.MULTILINE))
     assert functions == {name for name in dir(_C) if not name.startswith("_")}
-    for name, fields in (("BuildInfo", _C.build_info()), ("DeviceInfo", _C.device_info(0))):
+    returned = {"BuildInfo": _C.build_info()}
+    if not FOLDERS or torch.cuda.is_available():  # with kernels it asks the driver
+        returned["DeviceInfo"] = _C.device_info(0)
+    for name, fields in returned.items():
         block = re.search(rf"class {name}\(TypedDict\):\n((?:    .*\n)+)", stub)
         assert block is not None
         assert set(re.findall(r"^    (\w+):", block[1], re.MULTILINE)) == set(fields)
