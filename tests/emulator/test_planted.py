@@ -57,7 +57,8 @@ class Case:
         return "" if right else "wrong numbers"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+# sm100's mistakes are planted in its sources: test_sm100_mistakes.py.
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm100"])
 def test_every_site(arch: str) -> None:
     emulator.load(arch)
     case = Case(arch)

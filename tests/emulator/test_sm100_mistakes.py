@@ -101,11 +101,6 @@ MISTAKES = [
         "ptx::tcgen05_wait_st();",
     ),
     Mistake(
-        "correction does not wait for the sums",
-        CORRECTION,
-        "ptx::mbarrier_wait(smem.barrier(kRowEnd, t), used % 2);",
-    ),
-    Mistake(
         "softmax overwrites sums that nobody has read",
         SOFTMAX,
         "ptx::mbarrier_wait(smem.barrier(kRowTaken, tile), used % 2 ^ 1);",
