@@ -7,6 +7,8 @@ or if the race check names it.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -57,7 +59,12 @@ class Case:
         return "" if right else "wrong numbers"
 
 
+# Hundreds of faults in one process: it takes minutes, and once a thread did not start afterwards.
 # sm100's mistakes are planted in its sources: test_sm100_mistakes.py.
+@pytest.mark.skipif(
+    "FLASH_CUDA_PLANT_EVERY_SITE" not in os.environ,
+    reason="set FLASH_CUDA_PLANT_EVERY_SITE=1: minutes, and better alone in its process",
+)
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm100"])
 def test_every_site(arch: str) -> None:
     emulator.load(arch)
