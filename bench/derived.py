@@ -64,6 +64,21 @@ def add_ratios(report: dict[str, Any]) -> None:
                 entry["soak"]["ratio"] = hot["soak"]["ms"] / entry["soak"]["ms"]
 
 
+def overheads(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Extra time of the deterministic backward in per cent, by case and pass, then backend."""
+    table, found = cells(report), dict[str, dict[str, float]]()
+    for (key, name), cell in table.items():
+        if not report["cases"][key]["deterministic"]:
+            continue
+        free = table.get((key.replace(" det", ""), name), {})
+        for backend, entry in cell.items():
+            if backend in free:
+                label = f"{entry['label'].replace(' det', '')} {name}"
+                ratio = entry["ms"] / free[backend]["ms"]
+                found.setdefault(label, {})[backend] = 100 * (ratio - 1)
+    return found
+
+
 def load_peers() -> dict[str, Any]:
     """The table of peers measured side by side on an H200."""
     return dict(json.loads(PEERS_FILE.read_text()))
@@ -118,5 +133,12 @@ def derive_fa3(report: dict[str, Any]) -> list[dict[str, Any]]:
             "tflops": entry["tflops"] * factor,
             "tbps": entry["tbps"] * factor,
         }
+        if "soak" in entry:
+            hot = entry["soak"]
+            stand_in["soak"] = {
+                "ms": hot["ms"] / factor,
+                "tflops": hot["tflops"] * factor,
+                "tbps": hot["tbps"] * factor,
+            }
         found.append(stand_in)
     return found

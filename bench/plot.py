@@ -12,7 +12,7 @@ from typing import Any
 
 from . import cost
 from .cases import Case, short
-from .derived import cells, mean_ceiling
+from .derived import cells, mean_ceiling, overheads
 
 FORMATS = ("png", "svg")
 # Colours that colour-blind readers can tell apart; ours is the strong one.
@@ -44,6 +44,7 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.hashsalt"] = "flash_cuda"  # the same report gives the same file
     return plt
 
 
@@ -294,17 +295,7 @@ def roofline(report: dict[str, Any]) -> Iterator[Chart]:
 
 def determinism_overhead(report: dict[str, Any]) -> Iterator[Chart]:
     """How much longer the repeatable backward takes."""
-    table = cells(report)
-    overhead: dict[str, dict[str, float]] = {}
-    for (key, name), cell in table.items():
-        if not report["cases"][key]["deterministic"]:
-            continue
-        free = table.get((key.replace(" det", ""), name), {})
-        for backend, entry in cell.items():
-            if backend in free:
-                label = f"{entry['label'].replace(' det', '')} {name}"
-                ratio = entry["ms"] / free[backend]["ms"]
-                overhead.setdefault(label, {})[backend] = 100 * (ratio - 1)
+    overhead = overheads(report)
     if not overhead:
         return
     plt = pyplot()
@@ -397,7 +388,8 @@ def draw_all(report: dict[str, Any], folder: Path) -> list[str]:
         for name, figure in chart(report):
             name = name.replace("+", "_")
             for extension in FORMATS:
-                figure.savefig(folder / f"{name}.{extension}", dpi=130)
+                metadata = {"Date": None} if extension == "svg" else None
+                figure.savefig(folder / f"{name}.{extension}", dpi=130, metadata=metadata)
             plt.close(figure)
             names.append(name)
         text = ", ".join(f"{folder / name}.png" for name in names)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from .derived import cells, mean_ceiling
+from .derived import cells, mean_ceiling, overheads
 from .plot import case_of, draw_all, load_report
 
 BEGIN = "<!-- bench:begin (written by python -m bench.readme) -->"
 END = "<!-- bench:end -->"
+FIRST = ("throughput", "ratio_train", "decode")  # charts that are seen at once
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -27,28 +29,53 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def summary_rows(report: dict[str, Any]) -> list[str]:
-    """A Markdown row for each suite, pass, head dim and mask: our best rate and the ratios."""
-    groups: dict[tuple[str, str, int, bool], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+def summary(report: dict[str, Any]) -> list[str]:
+    """A Markdown table: our best rate and the ratios by suite, pass, head dim and mask.
+
+    The last column is there if anything was heat-soaked.
+    """
+    groups: dict[tuple[str, str, int, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for (key, name), cell in cells(report).items():
         ours = cell.get("flash_cuda")
         if ours and "ratio" in ours:
             case = case_of(report, key)
-            group = (case.suite, name, case.head_dim, case.causal)
+            mask = "causal" if case.causal else "full"
+            mask += ", deterministic" if case.deterministic else ""
+            group = (case.suite, name, case.head_dim, mask)
             groups.setdefault(group, []).append((ours, report["cases"][key]))
-    rows = []
-    for (suite, name, head_dim, causal), entries in groups.items():
+    soaked = any("ratio" in e.get("soak", {}) for group in groups.values() for e, _ in group)
+    head = "| suite | pass | head dim | mask | shapes | our best | ratio to the best peer | worst |"
+    rows = [head + (" heat-soaked |" if soaked else ""), "|---" * (9 if soaked else 8) + "|"]
+    for (suite, name, head_dim, mask), entries in groups.items():
         is_decode = entries[0][1]["kind"] == "decode"
         unit, rate = ("TB/s", "tbps") if is_decode else ("TFLOP/s", "tflops")
         best = max(entry[rate] for entry, _ in entries)
         ratios = [entry["ratio"] for entry, _ in entries]
-        mask = "causal" if causal else "full"
+        hot = [e["soak"]["ratio"] for e, _ in entries if "ratio" in e.get("soak", {})]
         best_text = f"{best:.2f}" if is_decode else f"{best:.0f}"
-        rows.append(
+        row = (
             f"| {suite} | {name} | {head_dim} | {mask} | {len(ratios)} | {best_text} {unit} "
             f"| {geometric_mean(ratios):.2f} | {min(ratios):.2f} |"
         )
+        if soaked:
+            row += f" {geometric_mean(hot):.2f} ({len(hot)}) |" if hot else " |"
+        rows.append(row)
     return rows
+
+
+def determinism_text(report: dict[str, Any]) -> list[str]:
+    """What a deterministic backward costs each backend, in one sentence; empty if not measured."""
+    extra: dict[str, list[float]] = {}
+    for row in overheads(report).values():
+        for backend, per_cent in row.items():
+            extra.setdefault(backend, []).append(per_cent)
+    if not extra:
+        return []
+    costs = (f"{name} {statistics.median(values):+.0f} %" for name, values in extra.items())
+    return [
+        "",
+        f"Deterministic gradients, extra time of the backward (median): {', '.join(costs)}.",
+    ]
 
 
 def section(report: dict[str, Any], source: str, charts: list[str]) -> str:
@@ -74,9 +101,8 @@ def section(report: dict[str, Any], source: str, charts: list[str]) -> str:
         f"{', '.join(peers) or 'none'}. Full data: [{source}]({source}); again with "
         f"`python -m bench.run --suite {','.join(report['suites'])} --json out.json --plot out/`.",
         "",
-        "| suite | pass | head dim | mask | shapes | our best | ratio to the best peer | worst |",
-        "|---|---|---|---|---|---|---|---|",
-        *summary_rows(report),
+        *summary(report),
+        *determinism_text(report),
     ]
     if any(entry["status"] == "derived" for entry in report["results"]):
         lines += [
@@ -84,7 +110,12 @@ def section(report: dict[str, Any], source: str, charts: list[str]) -> str:
             "`fa3*` was not run here: its figures are this run's FA4 times the ratio of the two in "
             "[bench/peers_h200.json](bench/peers_h200.json). It counts as a peer.",
         ]
-    lines += ["", *(f"![{Path(chart).stem}]({chart})" for chart in charts)]
+    images = {chart: f"![{Path(chart).stem}]({chart})" for chart in charts}
+    first = [c for c in charts if Path(c).stem.startswith(FIRST) and "soaked" not in Path(c).stem]
+    more = [image for chart, image in images.items() if chart not in first]
+    lines += ["", *(images[chart] for chart in first)]
+    if more:
+        lines += ["", "<details><summary>More charts</summary>", "", *more, "", "</details>"]
     return "\n".join(lines).rstrip()
 
 
@@ -117,11 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         return path.relative_to(root).as_posix()
 
     try:
-        charts = [
-            from_readme(path)
-            for path in sorted(folder.glob("*.png"))
-            if path.stem.startswith(("throughput", "decode", "ratio"))
-        ]
+        charts = [from_readme(path) for path in sorted(folder.glob("*.png"))]
         body = section(report, from_readme(args.report.resolve()), charts)
         before = args.readme.read_text()
         after = replace_section(before, body)

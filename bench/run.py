@@ -8,10 +8,14 @@ GPU the suite `cpu` runs. `--list` shows the suites and the backends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
+import signal
 import site
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from .runner import Settings, run_suites
 from .warm import warm_up
 
 RESULTS = Path(__file__).with_name("results")
-EXIT_WRONG, EXIT_DEVICE_LOST = 1, 3
+EXIT_WRONG, EXIT_DEVICE_LOST, EXIT_INTERRUPTED = 1, 3, 130
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -40,7 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--suite", default="smoke", help="name, or several with commas (default: smoke)")
     add("--backends", help="names with commas, or `all` (default: those of the suite)")
-    add("--filter", default="", metavar="REGEX", help="only cases whose label matches")
+    add("--filter", default="", metavar="REGEX", help="only cases whose key matches")
     add("--passes", help="only these, of fwd, bwd, fwd+bwd, with commas")
     add("--json", type=Path, metavar="FILE", help="write the report here")
     add("--plot", type=Path, metavar="DIR", help="write charts here, PNG and SVG")
@@ -49,11 +53,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--soak", type=float, default=0.0, metavar="SECONDS", help="also back to back, each so long"
     )
+    add("--soak-filter", default="", metavar="REGEX", help="soak only cases whose key matches")
     add("--rounds", type=int, help="samples of each (default 15, on a CPU 7)")
     add(
         "--budget-seconds",
         type=float,
-        help="fewer rounds, then fewer cases (default: none, CPU 60)",
+        help="of measuring: fewer rounds, then fewer cases (default: no limit, CPU 60)",
     )
     add("--timer", choices=["events", "graph"], help="instead of the suite's")
     add("--site", action="append", default=[], metavar="DIR", help="folder with more packages")
@@ -74,8 +79,8 @@ def add_sites(folders: list[str]) -> None:
 
 
 def select_cases(suite: Suite, pattern: str, passes: str | None = None) -> Suite:
-    """The cases whose label matches, with the passes that are wanted."""
-    cases = [case for case in suite.cases if re.search(pattern, case.label)]
+    """The cases whose key ("train: b4 4k h32 d64 full") matches, with the passes wanted."""
+    cases = [case for case in suite.cases if re.search(pattern, case.key)]
     if passes:
         wanted = passes.split(",")
         unknown = set(wanted) - set(PASSES)
@@ -181,8 +186,21 @@ def write_outputs(report: dict[str, Any], args: argparse.Namespace) -> None:
             print(f"page: {args.html}")
 
 
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """A time limit from outside ends the run as Ctrl-C does: with a report."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 1 if flash_cuda or the harness failed, 3 if the device was lost."""
+    """Exit code 0; 1: flash_cuda or the harness failed, 3: device lost, 130: interrupted."""
     args = parse_args(argv)
     add_sites(args.site)
     has_gpu = torch.cuda.is_available() and args.suite != "cpu"
@@ -211,19 +229,23 @@ def main(argv: list[str] | None = None) -> int:
         fewest_rounds=3 if on_cpu else 5,
         budget_seconds=args.budget_seconds or (60.0 if on_cpu else 0.0),
         soak_seconds=args.soak,
+        soak_filter=args.soak_filter,
         timer=args.timer,
         seed=args.seed,
         derive=not args.no_derived,
     )
     progress = Progress()
     try:
-        report = run_suites(suites, backends, absent, settings, progress.update)
+        with sigterm_as_interrupt():
+            report = run_suites(suites, backends, absent, settings, progress.update)
     finally:
         progress.close()
     table.show(report)
     write_outputs(report, args)
     if report["device_lost"]:
         return EXIT_DEVICE_LOST
+    if report["interrupted"]:
+        return EXIT_INTERRUPTED
     faults = [
         e
         for e in report["results"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ class Settings:
     fewest_rounds: int = 5  # however little time is left
     budget_seconds: float = 0.0  # 0: no limit
     soak_seconds: float = 0.0
+    soak_filter: str = ""  # only cases whose key matches are soaked
     timer: str | None = None  # overrides the cases'
     seed: int = 0
     derive: bool = True
@@ -75,10 +77,6 @@ class Budget:
         """Seconds for the next case."""
         return max(0.0, self.left / max(1, self.cases_left))
 
-    def extend(self, seconds: float) -> None:
-        """Forgives time that is no measuring: a peer's compiler."""
-        self.deadline += seconds
-
 
 @dataclass
 class Runner:
@@ -90,6 +88,7 @@ class Runner:
     telemetry: machine.Telemetry
     progress: Callable[[str], None] = lambda text: None
     results: list[dict[str, Any]] = field(default_factory=list)
+    soaks: int = 0
 
     def run_case(self, case: Case, budget: Budget) -> None:
         """All passes and backends of one case."""
@@ -97,7 +96,7 @@ class Runner:
             device, seed = self.settings.device, self.settings.seed
             l2 = l2_bytes(device)
             sets = [make_inputs(case, device, seed + i) for i in range(sets_needed(case, l2))]
-            right = self._check(case, sets[0], budget)
+            right = self._check(case, sets[0])
             share = budget.share()
             for name in case.passes:
                 entries = self._time(case, name, right, sets, share / len(case.passes))
@@ -119,7 +118,7 @@ class Runner:
 
     # ---- checking ---------------------------------------------------------------------------
 
-    def _check(self, case: Case, x: Inputs, budget: Budget) -> list[tuple[Backend, float]]:
+    def _check(self, case: Case, x: Inputs) -> list[tuple[Backend, float]]:
         """The backends whose results are right, with their errors; the others become results."""
         willing = []
         for backend in self.backends:
@@ -135,7 +134,6 @@ class Runner:
         right = []
         for backend in willing:
             self.progress(f"{case.label}: checking {backend.name}")
-            began = time.perf_counter()
             try:
                 error, fault = self._judge(case, backend, x, expected)
             except NotImplementedError as refusal:
@@ -145,9 +143,6 @@ class Runner:
                 self._refuse(case, backend, "failed", first_line(failure))
                 self.synchronize(backend.name)
                 continue
-            took = time.perf_counter() - began
-            if took > 1:
-                budget.extend(took)
             if fault:
                 self._refuse(case, backend, "wrong", fault, error=error)
             else:
@@ -232,8 +227,12 @@ class Runner:
                 entry = entries[one.name]
                 fill_in(entry, case, name, one)
                 entry["telemetry"] = readings
-                if settings.soak_seconds:
+            if settings.soak_seconds and re.search(settings.soak_filter, case.key):
+                # The chip is coolest for whoever is first: everyone is in turn.
+                first, self.soaks = self.soaks % len(timed), self.soaks + 1
+                for one in timed[first:] + timed[:first]:
                     self.progress(f"{case.label}: {name} {one.name}, soaking")
+                    entry = entries[one.name]
                     entry["soak"] = self._soak(case, name, one, entry["ms"])
         except Exception as failure:  # nobody can say whose call it was
             for entry in entries.values():
@@ -396,23 +395,26 @@ def run_suites(
     ceilings: list[machine.Ceiling] = []
     skipped: list[str] = []
     broken: list[str] = []
-    lost = None
+    lost, interrupted = None, False
     begin = time.perf_counter()
     try:
         ceilings.append(machine.measure_ceiling("start", settings.device, clock))
         for number, case in enumerate(cases):
-            if number == len(cases) // 2 and number:
-                ceilings.append(machine.measure_ceiling("middle", settings.device, clock))
             budget.cases_left = len(cases) - number
-            if budget.left <= 0:
+            if budget.left <= 0 or interrupted:
                 skipped.append(case.key)
                 continue
             runner.progress = lambda text, n=number: on_case(n, len(cases), text)
-            runner.progress(case.label)
             try:
+                runner.progress(case.label)
+                if number == len(cases) // 2 and number:
+                    ceilings.append(machine.measure_ceiling("middle", settings.device, clock))
                 runner.run_case(case, budget)
             except DeviceLost:
                 raise
+            except KeyboardInterrupt:  # what was measured so far is worth keeping
+                interrupted = True
+                skipped.append(case.key)
             except Exception as error:  # a fault of ours must not cost the cases before and after
                 traceback.print_exc()
                 broken.append(f"{case.key}: {first_line(error)}")
@@ -434,6 +436,7 @@ def run_suites(
         "ceiling": machine.ceiling_dicts(ceilings),
         "seconds": round(time.perf_counter() - begin, 1),
         "skipped": skipped,
+        "interrupted": interrupted,
         "broken": broken,
         "device_lost": lost,
         "results": runner.results,

@@ -133,7 +133,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
             said.add("derived")
             notes.append(f"derived: {entry['backend']}: not run here; {entry['reason']} (by cell)")
     if report["skipped"]:
-        notes.append(f"skipped, the time was up: {', '.join(report['skipped'])}")
+        why = "interrupted" if report.get("interrupted") else "the time was up"
+        notes.append(f"skipped, {why}: {', '.join(report['skipped'])}")
     notes += [f"BROKEN: {text}" for text in report["broken"]]
     if report["device_lost"]:
         notes.append(f"DEVICE LOST {report['device_lost']}; nothing was measured after that")

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from .backend import HALF, Abilities, Backend, Forward
 from .cases import Case
@@ -50,13 +51,17 @@ class Sdpa(Backend):
         """Heads before rows, as views of the same tensors."""
         # One query against a full cache sees every key: no mask.
         is_causal = case.causal and case.seqlen_q > 1
-        grouped = case.heads != case.kv_heads
+        grouped, mask = case.heads != case.kv_heads, None
+        if is_causal and case.seqlen_q != case.seqlen_kv:
+            # is_causal alone would align the diagonal with the first key.
+            is_causal, mask = False, causal_lower_right(case.seqlen_q, case.seqlen_kv)
 
         def call() -> Tensor:
             out = F.scaled_dot_product_attention(
                 x.q.transpose(1, 2),
                 x.k.transpose(1, 2),
                 x.v.transpose(1, 2),
+                attn_mask=mask,
                 is_causal=is_causal,
                 enable_gqa=grouped,
             )
@@ -81,7 +86,11 @@ def sdpa_backends() -> list[Backend]:
     on_cpu = {"dtypes": HALF | {"float32"}, "devices": frozenset({"cuda", "cpu"})}
     return [
         Sdpa("cudnn", SDPBackend.CUDNN_ATTENTION, Abilities(**base | {"other_head_dim_v": True})),
-        Sdpa("flash", SDPBackend.FLASH_ATTENTION, Abilities(**base | on_cpu)),
+        Sdpa(
+            "flash",
+            SDPBackend.FLASH_ATTENTION,
+            Abilities(**base | on_cpu | {"bottom_right": torch.cuda.is_available()}),
+        ),
         Sdpa(
             "efficient",
             SDPBackend.EFFICIENT_ATTENTION,
@@ -139,6 +148,9 @@ class Flex(Backend):
         """Compiles lazily; Triton must be there."""
         importlib.import_module("triton")
         self.module = importlib.import_module("torch.nn.attention.flex_attention")
+        # A graph a shape and mask; beyond the limit FlexAttention would run without a kernel.
+        torch._dynamo.config.recompile_limit = 256
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         self.attend = torch.compile(self.module.flex_attention, dynamic=False)
 
     def setup(self, case: Case, x: Inputs) -> Forward:

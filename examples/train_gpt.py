@@ -3,11 +3,12 @@
 
 The model has rotary positions, grouped query heads and causal attention over packed documents
 (`cu_seqlens`). It is trained twice from the same seed on the same batches, once with flash_cuda
-and once with a reference (PyTorch's math attention, unless another is named), and the two loss
-curves are compared: the script fails if they part.
+and once with a reference (PyTorch's math attention, unless others are named), and the loss curves
+are compared: the script fails if they part.
 
     python examples/train_gpt.py                     # CPU: under two minutes; GPU: a larger model
-    python examples/train_gpt.py --pack rows --seqlen 4096 --tokens 16384 --reference sdpa_cudnn
+    python examples/train_gpt.py --pack rows --seqlen 4096 --tokens 16384 \\
+        --reference sdpa_cudnn,sdpa_flash
 
 With `--reference none --json FILE` it is a benchmark of one training step.
 """
@@ -447,8 +448,8 @@ def plot(runs: list[Run], path: Path) -> str:
     except ImportError:
         return "no curve: matplotlib is not installed (pip install matplotlib)"
     figure, axes = plt.subplots(figsize=(7, 4))
-    styles = [{"linewidth": 3, "alpha": 0.5}, {"linewidth": 1, "color": "black"}]
-    for run, style in zip(runs, styles, strict=False):
+    for run in runs:
+        style = {"linewidth": 3, "alpha": 0.5} if run is runs[0] else {"linewidth": 1}
         axes.plot(
             run.losses, label=f"{run.attention}, {run.tokens_per_second:,.0f} tokens/s", **style
         )
@@ -475,11 +476,27 @@ def print_summary(runs: list[Run]) -> None:
         )
 
 
+def reference_names(text: str) -> list[str]:
+    """Keys of ATTENTIONS, from a list with commas; empty for `none`."""
+    names = [] if text == "none" else text.split(",")
+    unknown = [name for name in names if name not in ATTENTIONS]
+    if unknown:
+        known = ", ".join(ATTENTIONS)
+        raise argparse.ArgumentTypeError(f"unknown {unknown}; there are {known} and none")
+    return names
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--attention", choices=ATTENTIONS, default="flash_cuda")
-    parser.add_argument("--reference", choices=[*ATTENTIONS, "none"], default="math")
+    parser.add_argument(
+        "--reference",
+        type=reference_names,
+        default=["math"],
+        metavar="NAMES",
+        help=f"with commas, of {', '.join(ATTENTIONS)}; or none (default: math)",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by device")
     parser.add_argument("--layers", type=int)
@@ -540,11 +557,14 @@ def main(argv: list[str] | None = None) -> int:
         f"{str(config.dtype).removeprefix('torch.')} on {where}"
     )
     runs: list[Run] = []
-    for name in dict.fromkeys((args.attention, args.reference)):
-        if name != "none":
-            runs.append(train(name, config, pieces, device, args.seed, runs[0] if runs else None))
+    for name in dict.fromkeys((args.attention, *args.reference)):
+        runs.append(train(name, config, pieces, device, args.seed, runs[0] if runs else None))
     print_summary(runs)
-    faults = compare(runs[0], runs[1], config.dtype) if len(runs) == 2 else []
+    faults = [
+        f"{runs[0].attention} beside {other.attention}: {text}"
+        for other in runs[1:]
+        for text in compare(runs[0], other, config.dtype)
+    ]
     print(plot(runs, args.plot))
     if args.json:
         settings = asdict(config) | {"dtype": str(config.dtype), "device": where, "pack": args.pack}
@@ -552,8 +572,8 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(json.dumps(report, indent=1))
     for fault in faults:
         print(f"FAILED: {fault}")
-    if len(runs) == 2 and not faults:
-        print(f"passed: the losses of {runs[0].attention} and {runs[1].attention} agree")
+    if len(runs) > 1 and not faults:
+        print(f"passed: the losses of {' and '.join(run.attention for run in runs)} agree")
     return 1 if faults else 0
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import compare, cost, derived, html, plot, readme, run, table
+from bench import agree, compare, cost, derived, html, plot, readme, run, table
 from bench.cases import Suite, load_suites
 from bench.progress import Progress
 
@@ -309,6 +310,59 @@ def test_gate_compares_runs_of_different_size_but_not_of_different_cards(tmp_pat
     assert gate(tmp_path, report_of(["decode"]), report_of(["smoke"])) == 1
 
 
+# ---- agreement with the table of peers ---------------------------------------------------------
+
+
+def report_of_the_table(noise: float, clock: float = 1.0, **off: float) -> dict[str, Any]:
+    """A run whose peers have the rates of the table, times `clock` and a backend's own factor."""
+    report, known = report_of(["train", "decode"]), derived.load_peers()
+    random_numbers = random.Random(3)
+    for entry in report["results"]:
+        case = report["cases"][entry["key"]]
+        cell = derived.peer_cell(known, case, entry["pass"]) or agree.decode_cell(known, case)
+        if entry["backend"] in cell:
+            rate = cell[entry["backend"]] * clock * off.get(entry["backend"], 1.0)
+            unit = "tbps" if case["kind"] == "decode" else "tflops"
+            entry[unit] = rate * random_numbers.gauss(1, noise)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "text"),
+    [
+        ({"noise": 0.03, "clock": 1.08}, 0, "agrees: "),
+        ({"noise": 0.03, "sdpa_flash": 1.3}, 1, "disagrees: sdpa_flash is off by +2"),
+        ({"noise": 0.15}, 1, "cells lie outside of 10 %"),
+    ],
+    ids=["same", "one peer differs", "noisy"],
+)
+def test_agreement_with_the_table(
+    report: dict[str, float],
+    code: int,
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps(report_of_the_table(**report)))
+    assert agree.main([str(path)]) == code
+    out = capsys.readouterr().out
+    assert text in out
+    # cuDNN and FlashAttention-2 in 36 shapes, both passes, and four of decode; FlashAttention-4.
+    assert f"median of {2 * (72 + 4) + 72} cells" in out
+
+
+def test_agreement_needs_the_card_and_the_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    report = report_of(["window"])
+    path.write_text(json.dumps(report))
+    assert agree.main([str(path)]) == 1
+    report["machine"]["gpu"] = "NVIDIA B200"
+    path.write_text(json.dumps(report))
+    with pytest.raises(SystemExit, match="H200"):
+        agree.main([str(path)])
+
+
 # ---- README ----------------------------------------------------------------------------------
 
 
@@ -335,6 +389,28 @@ def test_readme_is_written_and_checked(tmp_path: Path) -> None:
         readme.replace_section("nothing", "x")
 
 
+def test_readme_tells_determinism_and_soaked_ratios_apart() -> None:
+    report = report_of(["deterministic"], soak=True)
+    charts = ["c/throughput_a.png", "c/throughput_a_soaked.png", "c/roofline.png"]
+    text = readme.section(report, "r.json", charts)
+    assert "| deterministic | bwd | 64 | causal, deterministic | 3 |" in text
+    assert "| deterministic | bwd | 64 | causal | 3 |" in text
+    assert "heat-soaked |" in text
+    assert text.count(" (3) |") == 8
+    assert "extra time of the backward (median): flash_cuda +30 %" in text
+    shown, hidden = text.split("<details>")
+    assert "throughput_a.png" in shown
+    assert "throughput_a_soaked.png" in hidden
+    assert "roofline.png" in hidden
+
+
+def test_the_readme_shows_the_committed_report() -> None:
+    root = readme.ROOT
+    section = (root / "README.md").read_text().split(readme.BEGIN)[1].split(readme.END)[0]
+    source = section.split("Full data: [")[1].split("]")[0]
+    assert readme.main([str(root / source), "--check"]) == 0
+
+
 # ---- the command line ------------------------------------------------------------------------
 
 
@@ -353,6 +429,27 @@ def test_without_a_gpu_the_cpu_suite_runs(
     report = plot.load_report(path)
     assert report["suites"] == ["cpu"]
     assert {e["status"] for e in report["results"]} == {"ok"}
+
+
+def test_a_time_limit_from_outside_leaves_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM, which timeout(1) and batch systems send, while the second case is measured."""
+    small = Suite("cpu", "", "cpu", ("sdpa_math",), SUITES["cpu"].cases[2:4])
+    monkeypatch.setattr(run, "load_suites", lambda: SUITES | {"cpu": small})
+
+    def update(self: Progress, done: int, total: int, text: str) -> None:
+        if done == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Progress, "update", update)
+    path, before = tmp_path / "out.json", signal.getsignal(signal.SIGTERM)
+    arguments = ["--suite", "cpu", "--device", "cpu", "--rounds", "3", "--json", str(path)]
+    assert run.main(arguments) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+    report = plot.load_report(path)
+    assert {e["key"] for e in report["results"]} == {small.cases[0].key}
+    assert f"skipped, interrupted: {small.cases[1].key}" in capsys.readouterr().out
 
 
 def test_json_has_a_line_a_result() -> None:
@@ -383,4 +480,5 @@ def test_passes_can_be_chosen() -> None:
     train = run.select_cases(SUITES["train"], "d128 causal", "fwd+bwd")
     assert {case.passes for case in train.cases} == {("fwd+bwd",)}
     assert len(train.cases) == 6
+    assert len(run.select_cases(SUITES["train"], "^train: b4 4k").cases) == 6
     assert run.select_cases(SUITES["decode"], "", "bwd").cases == ()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+import bench.runner
 from bench import machine, reference
 from bench.backend import Abilities, Backend, Forward
 from bench.backends import all_backends
@@ -15,7 +18,8 @@ from bench.cases import Case, Suite, make_case
 from bench.inputs import Inputs, make_inputs, sets_needed
 from bench.machine import Ceiling
 from bench.runner import Budget, DeviceLost, Runner, Settings, run_once, run_suites
-from bench.timing import CpuClock
+from bench.timing import CpuClock, Timed
+from bench.torch_family import Flex, Sdpa
 
 CPU = torch.device("cpu")
 
@@ -268,6 +272,40 @@ def test_soaked_rates_are_kept_apart() -> None:
     assert report["results"][0]["soak"]["best_peer"] == "peer"
 
 
+def test_everyone_is_soaked_first_in_turn_and_only_where_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    def fake(one: Timed, *_: object) -> tuple[float, float, float]:
+        order.append(one.name)
+        return 1.0, 0.0, 0.0
+
+    monkeypatch.setattr(bench.runner, "soak", fake)
+    cases = [case_of(seqlen=n, passes=["fwd"]) for n in (16, 24, 32, 48)]
+    asked = settings(soak_seconds=1.0, soak_filter="b2 (16|32|48) ")
+    contestants: list[Backend] = [Plain(name) for name in ("a", "b", "c")]
+    report = run_suites([suite(*cases)], contestants, {}, asked, print)
+    assert "".join(order) == "abcbcacab"
+    cold = {e["key"] for e in report["results"] if "soak" not in e}
+    assert cold == {cases[1].key}
+
+
+def test_ctrl_c_ends_the_run_but_keeps_what_was_measured() -> None:
+    class Impatient(Plain):
+        def refuses(self, case: Case) -> str | None:
+            if case.seqlen_q == 32:
+                raise KeyboardInterrupt
+            return None
+
+    cases = [case_of(seqlen=n) for n in (16, 32, 48)]
+    report = run_suites([suite(*cases)], [Impatient()], {}, settings(), print)
+    assert report["interrupted"]
+    assert report["skipped"] == [cases[1].key, cases[2].key]
+    assert {e["key"] for e in report["results"]} == {cases[0].key}
+    assert [c["when"] for c in report["ceiling"]] == ["start", "middle", "end"]
+
+
 def test_a_spent_budget_skips_cases_and_says_so() -> None:
     cases = [case_of(seqlen=n) for n in (16, 32, 48)]
     report = run_suites([suite(*cases)], [Plain()], {}, settings(budget_seconds=1e-9), print)
@@ -313,6 +351,36 @@ def test_backends_of_a_cpu_are_right(name: str) -> None:
     case = case_of(causal=True)
     report = run_suites([suite(case)], [backend], {}, settings(), print)
     assert [e["status"] for e in report["results"]] == ["ok", "ok"], report["results"]
+
+
+@pytest.mark.parametrize("values", SHAPES, ids=str)
+def test_flex_masks_mean_the_same(values: dict[str, object]) -> None:
+    """FlexAttention uncompiled; it has no backward on a CPU."""
+    flex = Flex()
+    flex.module = importlib.import_module("torch.nn.attention.flex_attention")
+    flex.attend = flex.module.flex_attention
+    case = case_of(**values, passes=["fwd"], grad=False)
+    x = make_inputs(case, CPU, 1)
+    expected = reference.compute(case, x, backward=False)
+    assert reference.worst_error(case, run_once(case, flex, x)[0], expected.out) < 1e-5
+
+
+def test_a_lower_right_diagonal_is_flash_attentions_alone() -> None:
+    chunk = case_of(
+        seqlen=None, seqlen_q=40, seqlen_kv=96, causal=True, dtype="bfloat16", passes=["fwd"]
+    )
+    there = Abilities(bottom_right=True, kinds=frozenset({"dense"}))
+    flash = Sdpa("flash", SDPBackend.FLASH_ATTENTION, there)
+    assert flash.refuses(chunk) is None
+    # The mask is an object that torch hands to its kernel; on a CPU it is written out.
+    x = make_inputs(chunk, CPU, 1)
+    with torch.no_grad():
+        out = Sdpa("math", SDPBackend.MATH, there).setup(chunk, x)()
+    expected = reference.compute(chunk, x, backward=False)
+    assert reference.worst_error(chunk, out, expected.out) < reference.TOLERANCE["bfloat16"]
+    for name in ("sdpa_cudnn", "sdpa_efficient", "sdpa_math"):
+        backend = all_backends()[name]
+        assert backend.refuses(chunk) in ("no bottom-right causal", "no grouped heads")
 
 
 def test_flash_cuda_serves_every_kind() -> None:

@@ -146,14 +146,12 @@ def test_median_error_is_that_of_normal_noise() -> None:
     assert told == pytest.approx(actual, rel=0.25)
 
 
-def test_budget_is_shared_and_forgives_compilers() -> None:
+def test_budget_is_shared_among_what_is_left() -> None:
     now = [0.0]
     budget = Budget(100.0, 4, lambda: now[0])
     assert budget.share() == 25.0
     now[0], budget.cases_left = 70.0, 2
     assert budget.share() == 15.0
-    budget.extend(10.0)
-    assert budget.left == 40.0
     now[0] = 200.0
     assert budget.share() == 0.0
     assert budget.left < 0

@@ -153,6 +153,19 @@ def test_both_agree_and_the_report_says_so(
         assert curve.stat().st_size > 5000
 
 
+def test_several_references(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, curve = tmp_path / "r.json", tmp_path / "curve.png"
+    arguments = ["--reference=math,sdpa_flash", "--json", str(report), "--plot", str(curve)]
+    assert example.main([*SMALL, *arguments]) == 0
+    assert "the losses of flash_cuda and math and sdpa_flash agree" in capsys.readouterr().out
+    assert len(json.loads(report.read_text())["runs"]) == 3
+    with pytest.raises(SystemExit):
+        example.main([*SMALL, "--reference=math,flahs"])
+    assert "flahs" in capsys.readouterr().err
+
+
 def test_wrong_attention_is_found(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
