@@ -25,6 +25,19 @@ def fwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return reference.fwd(*args, **kwargs)
 
 
+def fwd_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """CPU kernel of `_fwd_dense`, which is `fwd` with fewer arguments."""
+    options = {"softmax_scale": softmax_scale}
+    return fwd(q, k, v, **options, window_left=window_left, window_right=window_right)
+
+
 def bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """CPU kernel of `bwd`."""
     _C.check_bwd(*args, **kwargs)

@@ -116,6 +116,7 @@ def _flops_combine(out_partial: Tensor, *args: Any, out_val: Any = None, **kwarg
 
 def _register() -> None:
     torch.library.register_fake(_OPS + "fwd", _fake_fwd)
+    torch.library.register_fake(_OPS + "_fwd_dense", _fake_fwd)
     torch.library.register_fake(_OPS + "bwd", _fake_bwd)
     torch.library.register_fake(_OPS + "combine", _fake_combine)
     torch.library.register_fake(_OPS + "kv_append_", _fake_kv_append_)

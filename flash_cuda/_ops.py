@@ -33,6 +33,7 @@ Options = dict[str, Any]
 OutLse = tuple[Tensor, Tensor]
 
 FWD: Callable[..., OutLse] = torch.ops.flash_cuda.fwd.default
+FWD_DENSE: Callable[..., OutLse] = torch.ops.flash_cuda._fwd_dense.default
 BWD: Callable[..., tuple[Tensor, ...]] = torch.ops.flash_cuda.bwd.default
 COMBINE: Callable[..., OutLse] = torch.ops.flash_cuda.combine.default
 KV_APPEND: Callable[..., None] = torch.ops.flash_cuda.kv_append_.default
@@ -43,11 +44,13 @@ def _argument_names(op: Any) -> tuple[str, ...]:
 
 
 FWD_NAMES = _argument_names(FWD)
+_DENSE_OPTIONS = frozenset(_argument_names(FWD_DENSE)[3:])
 BWD_NAMES = _argument_names(BWD)
 # What `bwd` knows of a forward call. Any other option (cache, pages, scales, qv) has no gradient.
 _BWD_OPTIONS = frozenset(BWD_NAMES) & frozenset(FWD_NAMES)
 # How a forward call is cut into parts changes nothing that its gradient needs to know.
 _SCHEDULE_OPTIONS = frozenset(("num_splits", "split_size", "pack_gqa"))
+_PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _CAST_BY_AUTOCAST = ("q", "k", "v", "qv", "bias")
 
 
@@ -125,7 +128,8 @@ class Attention(torch.autograd.Function):
         sink: Tensor | None,
     ) -> OutLse:
         """Runs the op; `options` are its other arguments by name."""
-        out, lse = _fwd_without_grad(q, k, v, {**options, "bias": bias, "sink": sink})
+        call = options if bias is None and sink is None else {**options, "bias": bias, "sink": sink}
+        out, lse = _fwd_without_grad(q, k, v, call)
         names = tuple(n for n, value in options.items() if isinstance(value, Tensor))
         saved: list[Any] = [q, k, v, out, lse, bias, sink, *(options[n] for n in names)]
         ctx.save_for_backward(*saved)
@@ -187,8 +191,28 @@ def _refuse_gradient(options: Options) -> None:
 def _fwd_without_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> OutLse:
     if torch.compiler.is_dynamo_compiling():  # the guard below means nothing in a traced graph
         return FWD(q, k, v, **options)
+    if not torch._C._are_functorch_transforms_active():
+        return _fwd_below_autograd(q, k, v, options)
     with _below_this_autograd():
         return FWD(q, k, v, **options)
+
+
+def _fwd_below_autograd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> OutLse:
+    """The kernel, by the op with the fewest arguments that says the call: host time counts."""
+    with _below_autograd():
+        if options.keys() <= _DENSE_OPTIONS and _nothing_listens(q, k, v):
+            return FWD_DENSE(q, k, v, **options)
+        return FWD(q, k, v, **options)
+
+
+def _nothing_listens(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """No dispatch mode and no tensor subclass is there, which would miss `fwd`."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and type(q) in _PLAIN_TENSORS
+        and type(k) in _PLAIN_TENSORS
+        and type(v) in _PLAIN_TENSORS
+    )
 
 
 def _bwd_by_kernel(
@@ -371,8 +395,7 @@ def attention_forward(
             with _scope.within(deterministic):
                 return FWD(q, k, v, **options)
         if not _wants_grad(q, k, v, **options):
-            with _below_autograd():
-                return FWD(q, k, v, **options)
+            return _fwd_below_autograd(q, k, v, options)
         return _apply(_apply_at_this_level, q, k, v, options, deterministic)
     except ValueError as error:
         _engine.raise_as_refused(error)
@@ -453,6 +476,7 @@ def _traced_forward(
 def _register() -> None:
     for op, kernel in (
         ("fwd", _engine.fwd),
+        ("_fwd_dense", _engine.fwd_dense),
         ("bwd", _engine.bwd),
         ("combine", _engine.combine),
         ("kv_append_", _engine.kv_append_),

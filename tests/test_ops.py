@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_cuda
@@ -520,3 +521,27 @@ def test_flops_of_packed_and_cached_calls() -> None:
         )
     )  # fmt: skip
     assert cached == 2 * H * (11 + 4) * 3 * D
+
+
+class _Calls(TorchDispatchMode):
+    """Notes which ops are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_short_form_of_fwd_is_seen_by_no_mode(grad: bool) -> None:
+    """Without a mode a plain call may take `_fwd_dense`; whoever listens sees `fwd`."""
+    q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=grad) for _ in range(3))
+    plain = flash_cuda.attention(q, k, v, causal=True)
+    with _Calls() as calls:
+        seen = flash_cuda.attention(q, k, v, causal=True)
+    assert "flash_cuda::fwd" in calls.names
+    assert "flash_cuda::_fwd_dense" not in calls.names
+    assert torch.equal(plain, seen)

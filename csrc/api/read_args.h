@@ -62,6 +62,20 @@ FwdArgs read_fwd(Reader& in) {
 }
 
 template <class Reader>
+FwdArgs read_fwd_dense(Reader& in) {
+  FwdArgs a;
+  a.q = in.tensor("q");
+  a.k = in.tensor("k");
+  a.v = in.tensor("v");
+  const std::optional<double> scale = in.template optional<double>("softmax_scale");
+  a.has_softmax_scale = scale.has_value();
+  a.softmax_scale = scale.value_or(0.0);
+  a.window_left = in.template value<int64_t>("window_left", -1);
+  a.window_right = in.template value<int64_t>("window_right", -1);
+  return a;
+}
+
+template <class Reader>
 BwdArgs read_bwd(Reader& in) {
   BwdArgs b;
   FwdArgs& a = b.fwd;
