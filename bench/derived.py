@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,19 @@ def overheads(report: dict[str, Any]) -> dict[str, dict[str, float]]:
                 ratio = entry["ms"] / free[backend]["ms"]
                 found.setdefault(label, {})[backend] = 100 * (ratio - 1)
     return found
+
+
+def host_times(report: dict[str, Any]) -> dict[str, str]:
+    """Host time of a call by pass, medians over the cases: "flash_cuda 22 us, sdpa_flash 17 us"."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for entry in report["results"]:
+        if entry["status"] == "ok" and "host_us" in entry:
+            by_backend = found.setdefault(entry["pass"], {})
+            by_backend.setdefault(entry["backend"], []).append(entry["host_us"])
+    return {
+        name: ", ".join(f"{b} {statistics.median(us):.0f} us" for b, us in times.items())
+        for name, times in found.items()
+    }
 
 
 def load_peers() -> dict[str, Any]:

@@ -15,12 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .derived import cells, mean_ceiling, overheads
+from .derived import cells, host_times, mean_ceiling, overheads
 from .plot import case_of, draw_all, load_report
 
 BEGIN = "<!-- bench:begin (written by python -m bench.readme) -->"
 END = "<!-- bench:end -->"
-FIRST = ("throughput", "ratio_train", "decode")  # charts that are seen at once
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -78,6 +77,15 @@ def determinism_text(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def host_text(report: dict[str, Any]) -> list[str]:
+    """Host time of a call, a line a pass; empty if not measured."""
+    return [
+        line
+        for name, times in host_times(report).items()
+        for line in ("", f"Host time of a call, {name} (median): {times}.")
+    ]
+
+
 def section(report: dict[str, Any], source: str, charts: list[str]) -> str:
     """The text between the markers.
 
@@ -103,6 +111,7 @@ def section(report: dict[str, Any], source: str, charts: list[str]) -> str:
         "",
         *summary(report),
         *determinism_text(report),
+        *host_text(report),
     ]
     if any(entry["status"] == "derived" for entry in report["results"]):
         lines += [
@@ -111,7 +120,10 @@ def section(report: dict[str, Any], source: str, charts: list[str]) -> str:
             "[bench/peers_h200.json](bench/peers_h200.json). It counts as a peer.",
         ]
     images = {chart: f"![{Path(chart).stem}]({chart})" for chart in charts}
-    first = [c for c in charts if Path(c).stem.startswith(FIRST) and "soaked" not in Path(c).stem]
+    main_suite = report["suites"][0]
+    seen_at_once = (f"throughput_{main_suite}_", f"ratio_{main_suite}", "decode")
+    stems = {chart: Path(chart).stem for chart in charts}
+    first = [c for c in charts if stems[c].startswith(seen_at_once) and "soaked" not in stems[c]]
     more = [image for chart, image in images.items() if chart not in first]
     lines += ["", *(images[chart] for chart in first)]
     if more:

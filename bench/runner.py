@@ -260,7 +260,7 @@ class Runner:
             for call in bare[1:]:
                 call()
             roughly = self.clock.measure(bare[0], 1.0)
-            count = round(min(20.0, max(3.0, 30.0 / max(1e-3, roughly))))
+            count = round(min(50.0, max(10.0, 60.0 / max(1e-3, roughly))))
             host_ms = host_milliseconds(bare, self.clock, count)
             entry["host_us"] = round(1e3 * host_ms, 2)
             timer = self.settings.timer or case.timer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .derived import cells, mean_ceiling
+from .derived import cells, host_times, mean_ceiling
 
 SYMBOLS = {"wrong": "WRONG", "failed": "failed", "refused": "-", "absent": ""}
 
@@ -108,6 +108,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         f"{units}; ratio: our speed over the best peer's; MiB: peak beyond inputs; "
         f"{report['seconds']} s in all"
     )
+    notes += [f"host time of a call, {n}: {times}" for n, times in host_times(report).items()]
     telemetry = [e["telemetry"] for e in report["results"] if e.get("telemetry")]
     if telemetry:
         spans = {
