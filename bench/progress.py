@@ -49,7 +49,8 @@ class Progress:
         self._last = now
         left = (now - self._begin) / done * (total - done) if done else None
         estimate = f", about {left:.0f} s left" if left is not None else ""
-        print(f"[{done}/{total}{estimate}] {text}", file=self._stream, flush=True)
+        elapsed = f"{now - self._begin:.0f} s"
+        print(f"[{done}/{total}, {elapsed}{estimate}] {text}", file=self._stream, flush=True)
 
     def close(self) -> None:
         """Takes the bar away."""

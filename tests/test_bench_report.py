@@ -192,8 +192,8 @@ def test_progress_writes_lines_with_an_estimate() -> None:
     progress.update(2, 4, "third")
     progress.close()
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "[0/4] first"
-    assert lines[1].startswith("[2/4, about ")
+    assert lines[0] == "[0/4, 0 s] first"
+    assert lines[1].startswith("[2/4, 0 s, about ")
 
 
 # ---- charts ----------------------------------------------------------------------------------
