@@ -20,23 +20,22 @@ inline CUtensorMap bwd_map(const void* base, Stride stride, int64_t head_dim, in
                          dtype);
 }
 
-// Heads that walk their rows together: as many as keep Q and dO in half of the L2 cache, so that
-// under a causal mask the long KV blocks of all of them start first.
-inline int heads_per_section(const FwdParams& p, int heads) {
+// Heads that walk their rows together, the first KV block of all, then the second. What the running
+// blocks read and add to has to stay in the L2 cache: as many heads as fill the card once. Long
+// causal rows: as many as keep Q and dO in half of the cache, so that the longest blocks start
+// first (docs/tuning.md).
+inline int heads_per_section(const FwdParams& p, int heads, int kv_blocks) {
   constexpr int64_t kL2Budget = 34 << 20;
+  constexpr int kShortCausal = 1024;
+  const bool packed = p.cu_seqlens_q || p.cu_seqlens_k;
+  if (!packed && (p.window_right == kUnbounded || p.seqlen_q <= kShortCausal)) {
+    return min_of(heads, ceil_div(p.num_sms, max_of(kv_blocks, 1)));
+  }
   const int64_t group_bytes =
       int64_t(p.seqlen_q) * p.head_dim * 4 * (p.num_heads_q / p.num_heads_kv);
   int section = 1;
   while (section * 2 <= heads && section * 2 * group_bytes <= kL2Budget) section *= 2;
   return section;
-}
-
-// Drawing the next task early hides the ends of short tasks, but leaves a long one to a block that
-// is still busy: from this many steps on, a block takes one task (docs/tuning.md).
-inline bool draws_late(const FwdParams& p, int block_q) {
-  constexpr int kLongTask = 128;
-  const int steps = ceil_div(p.seqlen_q, block_q) * (p.num_heads_q / p.num_heads_kv);
-  return !p.cu_seqlens_q && steps >= kLongTask;
 }
 
 template <class Tile, DType kDType, bool kGeneral>
@@ -72,7 +71,7 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   args.kv_blocks = p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
                                   : ceil_div(p.seqlen_kv, Tile::kBlockKV);
   args.sections_of = p.cu_seqlens_k ? p.num_heads_kv : p.batch * p.num_heads_kv;
-  args.heads_per_section = heads_per_section(p, args.sections_of);
+  args.heads_per_section = heads_per_section(p, args.sections_of, args.kv_blocks);
 
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
   const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
@@ -98,7 +97,7 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
 
   const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
   args.num_tasks = args.kv_blocks * args.sections_of;
-  args.one_task = params.deterministic || draws_late(p, Tile::kBlockQ);
+  args.one_task = params.deterministic;
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
   if (params.dq || params.dk || params.dv) {
     if (p.softcap != 0.0f || p.alibi_slopes) {

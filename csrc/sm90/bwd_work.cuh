@@ -29,7 +29,7 @@ struct BwdArgs {
   int heads_per_section;  // (batch *) heads whose Q and dO share the L2 cache
   int sections_of;  // what is divided into sections: batch * num_heads_kv, packed: num_heads_kv
   int num_tasks;    // kv_blocks * sections_of; with spare ones in a packed batch
-  bool one_task;    // a thread block ends after one task (bwd_launch.cuh says when)
+  bool one_task;    // a thread block ends after one task
 };
 
 template <class Tile>
