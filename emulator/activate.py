@@ -117,7 +117,11 @@ def take_warnings(arch: str) -> str:
     return text.decode() if text else ""
 
 
-def plantable(arch: str) -> list[str]:
-    """Mistakes that fit the launches since "plant=observe" was configured: "parity:123", ..."""
+def plantable(arch: str) -> dict[str, str]:
+    """Mistakes that fit the launches since "plant=observe" was configured.
+
+    Returns:
+        From "parity:123", a value of the setting `plant`, to the source line.
+    """
     text: bytes = _libraries[arch].flash_cuda_emulator_plantable()
-    return text.decode().split()
+    return dict(line.split(" ", 1) for line in text.decode().splitlines())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from build_tools.jobs import job_count
+from build_tools.plan import default_build_folder
 
 from .errors import EmulatorBuildError
 from .toolchain import (
@@ -127,7 +129,7 @@ def _ordinary_object(source: Path) -> Path | None:
     """The ordinary build's object, if nothing that it was made of has changed since."""
     if ROOT not in source.parents:
         return None
-    obj = (ROOT / "build" / "obj" / source.relative_to(ROOT)).with_suffix(".o")
+    obj = (default_build_folder() / "obj" / source.relative_to(ROOT)).with_suffix(".o")
     try:
         started = json.loads(obj.with_suffix(".json").read_text())["started"]
         files = [source, *_dependencies(obj.with_suffix(".d"))]
@@ -136,6 +138,15 @@ def _ordinary_object(source: Path) -> Path | None:
     except (OSError, ValueError, KeyError, IndexError):
         pass
     return None
+
+
+def _is_for(ptx: Path, target: str) -> bool:
+    """Whether there is this PTX file, compiled for sm_<target>."""
+    try:
+        with ptx.open() as file:
+            return any(re.match(rf"\.target sm_{target}\b", file.readline()) for _ in range(20))
+    except OSError:
+        return False
 
 
 # ---- steps ---------------------------------------------------------------------------------
@@ -195,7 +206,7 @@ class Builder:
                 return [obj]
             target = PTX_TARGETS[self.recipe.arch]
             for name in (f"{obj.stem}.compute_{target}.ptx", f"{obj.stem}.ptx"):
-                if (obj.parent / name).exists():
+                if _is_for(obj.parent / name, target):
                     return [obj, obj.parent / name]
         return self._compile_cuda(source) if is_cuda else self._compile_host(source)
 

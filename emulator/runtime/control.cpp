@@ -18,10 +18,10 @@ std::vector<ModuleInfo>& modules() {
 }
 
 // Names in the order of the enum; "name:site" plants at one site.
-constexpr char const* kPlants[] = {"nothing",         "observe",    "bar_sync",     "syncwarp",
-                                   "cp_wait",         "bulk_wait",  "wgmma_wait",   "wgmma_fence",
-                                   "proxy_fence",     "init_fence", "thread_fence", "mbarrier_wait",
-                                   "mbarrier_arrive", "parity",     "bytes"};
+constexpr char const* kPlants[] = {
+    "nothing",         "observe",     "bar_sync",    "syncwarp",   "cp_wait",       "bulk_wait",
+    "wgmma_wait",      "wgmma_fence", "proxy_fence", "init_fence", "thread_fence",  "mbarrier_wait",
+    "mbarrier_arrive", "parity",      "bytes",       "tmem_wait",  "tcgen05_fence", "commit"};
 
 bool set_plant(Settings& s, std::string const& value) {
   size_t const colon = value.find(':');
@@ -167,11 +167,14 @@ PX_EXPORT char const* flash_cuda_emulator_take_warnings() {
   return px::last_message.empty() ? nullptr : px::last_message.c_str();
 }
 
-// "name:site" of each place at which a mistake can be planted, seen since plant=observe.
+// "name:site source line" of each place at which a mistake can be planted, seen since
+// plant=observe.
 PX_EXPORT char const* flash_cuda_emulator_plantable() {
   px::last_message.clear();
-  for (auto const& [what, at] : px::M.plantable)
-    px::last_message += std::string(px::kPlants[int(what)]) + ":" + std::to_string(at) + "\n";
+  for (auto const& [place, function] : px::M.plantable)
+    px::last_message += std::string(px::kPlants[int(place.first)]) + ":" +
+                        std::to_string(place.second) + " " +
+                        px::site_of(function, place.second).frames + "\n";
   return px::last_message.c_str();
 }
 

@@ -3,7 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstdio>
-#include <new>
+#include <stdexcept>
 
 #if defined(__x86_64__)
 asm(R"(
@@ -73,10 +73,12 @@ namespace px {
 uint8_t* new_stack() {
   void* p = mmap(nullptr, kStackSize, PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) throw std::bad_alloc();
-  mprotect(p, 4096, PROT_NONE);
+  if (p == MAP_FAILED || mprotect(p, 4096, PROT_NONE))
+    throw std::runtime_error("emulator: no memory map for a stack (vm.max_map_count)");
   return static_cast<uint8_t*>(p);
 }
+
+void free_stack(uint8_t* stack) { munmap(stack, kStackSize); }
 
 void* prepare_stack(uint8_t* stack, void (*entry)()) {
   uint64_t* sp = reinterpret_cast<uint64_t*>(stack + kStackSize) - 2;

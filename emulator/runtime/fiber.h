@@ -10,7 +10,8 @@ namespace px {
 
 constexpr size_t kStackSize = 512 << 10;
 
-uint8_t* new_stack();                                  // the lowest page is a guard
+uint8_t* new_stack();  // the lowest page is a guard
+void free_stack(uint8_t* stack);
 void* prepare_stack(uint8_t* stack, void (*entry)());  // to be given to px_switch
 
 }  // namespace px

@@ -54,6 +54,7 @@ struct AsyncState {
   uint32_t wgmma_committed = 0, wgmma_waits = 0;
   bool wgmma_fenced = false;  // wgmma.fence since registers may have been touched
   Group tmem_loads, tmem_stores;
+  uint32_t tcgen05_committed = 0;
   std::deque<std::function<void()>> tcgen05_queue;  // mma, cp and commit, in order
   uint64_t fence_time = 0;                          // last fence.proxy.async
   uint64_t cluster_phase = 0;
@@ -159,6 +160,9 @@ enum class Plant {
   kMbarrierArrive,
   kParity,
   kBytes,
+  kTmemWait,
+  kTcgen05Fence,
+  kCommit,
 };
 
 struct Settings {
@@ -218,11 +222,12 @@ struct Machine {
   std::set<std::string> warned;
   std::unique_ptr<RaceDetector> race;
   std::vector<std::string> warnings;
-  std::set<std::pair<Plant, int>> plantable;  // seen while observing
+  std::map<std::pair<Plant, int>, FunctionInfo const*> plantable;  // seen while observing
 
+  ~Machine();
   bool planted(Plant what, int at) {
     if (settings.plant == Plant::kNothing) return false;
-    if (settings.plant == Plant::kObserve) plantable.insert({what, at});
+    if (settings.plant == Plant::kObserve) plantable[{what, at}] = current->function;
     return settings.plant == what && (settings.plant_at < 0 || settings.plant_at == at);
   }
 

@@ -5,6 +5,10 @@
 // * cp.async is generic-proxy work of its thread; TMA, bulk copies, wgmma and tcgen05 are the
 //   asynchronous proxy's. What they see of generic-proxy writes must have passed a proxy fence
 //   somewhere on the way (writer's or issuer's side).
+// * Tensor memory: tcgen05.ld and .st count as done once waited for, and others hear of it only
+//   after tcgen05.fence::before_thread_sync; what a thread has heard orders its own tcgen05 work
+//   only after fence::after_thread_sync. tcgen05.commit fences and tells of the products before it
+//   when its mbarrier completes; products of one thread are in order among themselves.
 // * A relaxed access (volatile, atomics) publishes what was known at the last __threadfence and
 //   collects what the next one acquires. A fence of block scope orders nothing for other blocks.
 #include "race.h"
@@ -14,6 +18,10 @@
 #include "machine.h"
 
 namespace px {
+
+static uint8_t const* tmem_cell(Cta const& c, uint32_t lane, uint32_t column) {
+  return reinterpret_cast<uint8_t const*>(&c.tmem[0][0] + lane * 512 + column);
+}
 
 uint32_t RaceDetector::new_agent(std::string name) {
   auto [it, fresh] = reusable_.try_emplace(name, num_agents_);
@@ -31,8 +39,9 @@ void RaceDetector::start_cluster(Cluster& cluster) {
   auto const first = uint64_t(cluster.arena);
   auto const last = first + uint64_t(kMaxClusterSize) * kCtaStride;
   auto in_window = [&](uint8_t const* p) { return uint64_t(p) >= first && uint64_t(p) < last; };
-  for (auto it = pages_.begin(); it != pages_.end();)
-    it = it->first * 1024 >= first && it->first * 1024 < last ? pages_.erase(it) : ++it;
+  forget(cluster.arena, cluster.arena + size_t(kMaxClusterSize) * kCtaStride);
+  for (auto const& c : cluster.ctas)
+    if (c->tmem) forget(tmem_cell(*c, 0, 0), tmem_cell(*c, 128, 0));
   for (auto it = barriers_.begin(); it != barriers_.end();)
     it = in_window(it->first) ? barriers_.erase(it) : ++it;
   for (auto it = locations_.begin(); it != locations_.end();)
@@ -51,8 +60,10 @@ void RaceDetector::start_thread(Thread& t, HbThread& hb) {
                          ", its bulk stores (source)",
                          ", its bulk stores",
                          ", its wgmma",
-                         ", its tcgen05"};
-  for (int k = 0; k < kHbOwnCount; ++k) {
+                         ", its tcgen05",
+                         ", its tcgen05.ld",
+                         ", its tcgen05.st"};
+  for (int k = 0; k < (t.cta->tmem ? kHbOwnCount : kHbTcgen05); ++k) {
     uint32_t const id = new_agent((k == kHbWgmma ? warpgroup : thread) + kinds[k]);
     hb.own[k] = {id, 0};
   }
@@ -110,7 +121,9 @@ void RaceDetector::release(HbThread& hb, HbClock& into) {
     into.joined.push_back(hb.clock.known);
   }
   join(into.fenced, hb.clock.fenced);
-  for (HbAgent const& own : hb.own) add(into.known, own);
+  for (int k = 0; k < kHbTmemLoad; ++k) add(into.known, hb.own[k]);
+  for (int k = kHbTmemLoad; k < kHbOwnCount; ++k)
+    add(into.known, {hb.own[k].id, hb.tmem_told[k - kHbTmemLoad]});
   add(into.fenced, {hb.own[kHbThread].id, hb.fenced_clock});
   hb.own[kHbThread].clock = ++clocks_[hb.own[kHbThread].id];
 }
@@ -158,6 +171,36 @@ HbOperation RaceDetector::operation(Thread& t, HbAgent performer) {
   op.performer = performer;
   op.on = true;
   return op;
+}
+
+// ---- tensor memory -------------------------------------------------------------------------
+
+HbOperation RaceDetector::tmem_operation(Thread& t, HbAgent performer, bool in_order) {
+  HbOperation op = operation(t, performer);
+  op.known = t.hb->tmem_known;
+  op.in_order = in_order;
+  return op;
+}
+
+void RaceDetector::tmem_fence(HbThread& hb, bool after) {
+  if (after)
+    hb.tmem_known = hb.clock.known;
+  else
+    for (int k = kHbTmemLoad; k < kHbOwnCount; ++k) hb.tmem_told[k - kHbTmemLoad] = hb.own[k].clock;
+}
+
+// tcgen05.dealloc comes after every use of the columns that one of the warp's lanes has heard of.
+void RaceDetector::tmem_free(Thread& t, int at, uint32_t column, uint32_t columns) {
+  HbOperation view = operation(t, t.hb->own[kHbThread]);
+  for (Thread* lane : t.warp->lanes) {
+    join(view.known, lane->hb->clock.known);
+    for (HbAgent const& own : lane->hb->own) add(view.known, own);
+  }
+  for (uint32_t row = 0; row < 128; ++row) {
+    uint8_t const* p = tmem_cell(*t.cta, row, column);
+    async_access(t, at, p, columns * 4, true, false, view);
+    forget(p, p + columns * 4);
+  }
 }
 
 void RaceDetector::strong(Thread& t, uint8_t const* p, bool reads, bool writes, int order,
@@ -228,11 +271,22 @@ RaceDetector::Cell& RaceDetector::cell(uint64_t word) {
   return page->cells[word % 256];
 }
 
+void RaceDetector::forget(uint8_t const* first, uint8_t const* last) {
+  auto const begin = uint64_t(first) / 4, end = uint64_t(last) / 4;
+  if (end - begin < 256) {  // part of a page
+    for (uint64_t word = begin; word < end; ++word) cell(word) = Cell();
+    return;
+  }
+  for (auto it = pages_.begin(); it != pages_.end();)
+    it = it->first * 256 >= begin && it->first * 256 < end ? pages_.erase(it) : ++it;
+}
+
 static bool contains(std::shared_ptr<HbVector> const& v, HbAgent const& a) {
   return v && a.id < v->size() && (*v)[a.id] >= a.clock;
 }
 
 bool RaceDetector::knows(HbOperation const& view, Access const& access, bool async) const {
+  if (view.in_order && access.agent.id == view.performer.id) return true;
   bool const through_fence = async && !access.async;
   for (HbAgent const& own : view.own)
     if (own.id == access.agent.id) {
@@ -245,7 +299,15 @@ bool RaceDetector::knows(HbOperation const& view, Access const& access, bool asy
 void RaceDetector::report(Thread& t, int at, uint8_t const* p, bool write, Access const& now,
                           Access const& before, bool before_was_write, bool missing_proxy) {
   char place[64];
-  if (t.is_shared(uint64_t(p)))
+  uint64_t column = ~0ull;
+  for (uint32_t r = 0; r < t.cluster_size; ++r)
+    if (Cta const& c = *t.cta->peer[r];
+        c.tmem && p >= tmem_cell(c, 0, 0) && p < tmem_cell(c, 128, 0))
+      column = uint64_t(p - tmem_cell(c, 0, 0)) / 4;
+  if (column != ~0ull)
+    snprintf(place, sizeof place, "tensor memory, lane %u, column %u", unsigned(column / 512),
+             unsigned(column % 512));
+  else if (t.is_shared(uint64_t(p)))
     snprintf(place, sizeof place, "shared+0x%llx of rank %u",
              (unsigned long long)(uint64_t(p - t.arena) & (kCtaStride - 1)),
              unsigned(uint64_t(p - t.arena) >> kCtaShift));
@@ -272,11 +334,17 @@ void RaceDetector::touch(Thread& t, int at, uint8_t const* p, uint32_t n, bool w
     uint32_t const hi = word * 4 + 4 > last ? uint32_t(last - word * 4) : 4;
     a.mask = uint8_t((1u << hi) - (1u << lo));
     Cell& c = cell(word);
+    if (write && view.in_order && c.reads.empty() && c.writes.size() == 1 &&
+        c.writes[0].agent.id == a.agent.id && c.writes[0].mask == a.mask) {
+      c.writes[0] = a;  // product after product
+      continue;
+    }
     auto check = [&](std::vector<Access> const& list, bool writes) {
       for (Access const& b : list) {
         if (!(b.mask & a.mask) || (a.strong && b.strong)) continue;
-        // Reads come before an asynchronous write without a proxy fence: nothing is stale.
-        bool const proxies = a.async && writes;
+        // Reads come before an asynchronous write without a proxy fence: nothing is stale. Not so
+        // the answers of cluster launch control, for which the ISA asks for one.
+        bool const proxies = a.async && (writes || view.after_reads);
         if (!knows(view, b, proxies))
           report(t, at, p, write, a, b, writes, proxies && knows(view, b, false));
       }

@@ -5,7 +5,7 @@
 // (the copies that complete on it) and of a tcgen05 issuer. A word of memory remembers its last
 // writes and the reads since; an access that is not ordered after them is a race, whatever the
 // values are. Each clock exists twice: what has happened before, and what of it a proxy fence has
-// made visible to the asynchronous proxy.
+// made visible to the asynchronous proxy. Tensor memory has its own two fences, see race.cpp.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,17 @@ struct HbClock {
   void clear() { *this = HbClock(); }
 };
 
-enum HbOwn { kHbThread, kHbCopy, kHbBulkRead, kHbBulkWrite, kHbWgmma, kHbTcgen05, kHbOwnCount };
+enum HbOwn {
+  kHbThread,
+  kHbCopy,
+  kHbBulkRead,
+  kHbBulkWrite,
+  kHbWgmma,
+  kHbTcgen05,
+  kHbTmemLoad,
+  kHbTmemStore,
+  kHbOwnCount
+};
 
 struct HbThread {
   HbAgent own[kHbOwnCount];  // what the thread knows of itself and of its own asynchronous work
@@ -44,6 +54,8 @@ struct HbThread {
   HbClock fence_cta, fence_gpu;      // as of the last fence: published by relaxed writes
   HbClock pending_cta, pending_gpu;  // collected by relaxed reads: acquired by the next fence
   bool has_fence_cta = false, has_fence_gpu = false;
+  uint32_t tmem_told[2] = {};            // loads and stores, at the last fence::before_thread_sync
+  std::shared_ptr<HbVector> tmem_known;  // at the last tcgen05.fence::after_thread_sync
 };
 
 // What the issuer of an asynchronous operation knew, and the agent that performs it.
@@ -53,6 +65,8 @@ struct HbOperation {
   uint32_t fenced_clock = 0;
   HbAgent performer;
   bool on = false;
+  bool in_order = false;     // after whatever the performer did before
+  bool after_reads = false;  // generic reads before it need a proxy fence, too
 };
 
 class RaceDetector {
@@ -68,6 +82,10 @@ class RaceDetector {
   void fence(HbThread& hb, int scope);
   void fence_proxy(HbThread& hb);
   HbOperation operation(Thread& t, HbAgent performer);
+  // Tensor memory: ld, st and what reads and writes it in the order of issue.
+  HbOperation tmem_operation(Thread& t, HbAgent performer, bool in_order);
+  void tmem_fence(HbThread& hb, bool after);
+  void tmem_free(Thread& t, int at, uint32_t column, uint32_t columns);
   // A location used to synchronise, by relaxed, acquire and release accesses.
   void strong(Thread& t, uint8_t const* p, bool reads, bool writes, int order, int scope);
 
@@ -107,6 +125,7 @@ class RaceDetector {
 
   uint32_t new_agent(std::string name);
   Cell& cell(uint64_t word);
+  void forget(uint8_t const* first, uint8_t const* last);
   void join(std::shared_ptr<HbVector>& into, std::shared_ptr<HbVector> const& from);
   void add(std::shared_ptr<HbVector>& into, HbAgent const& agent);
   bool knows(HbOperation const& view, Access const& access, bool async) const;

@@ -27,9 +27,11 @@ namespace {
 constexpr uint32_t kFuel = 1u << 20;         // backward branches a turn
 constexpr uint64_t kNoProgress = 4'000'000;  // switches without any effect: a live lock
 constexpr uint64_t kFuelPenalty = kNoProgress / 64;
+constexpr size_t kStacksKept = 1024;  // two memory maps each, and a process has 65530 of them
 
 std::mutex launch_mutex;
 sigjmp_buf fault_jump;
+uint64_t fault_address;
 
 void switch_to_scheduler(Thread& t) { px_switch(&t.async->sp, M.main_sp); }
 
@@ -134,7 +136,7 @@ std::unique_ptr<Cta> new_cta(Cluster& cluster, uint32_t rank, uint32_t const bas
   c->free_registers = 65536 - int64_t(regs) * padded;
   c->writers.assign(c->smem_size / 16 + 2, SmemWriter{});
   if (M.settings.compute_capability >= 100) {
-    c->tmem = static_cast<uint32_t (*)[512]>(malloc(128 * 512 * 4));
+    c->tmem = static_cast<uint32_t (*)[512]>(aligned_alloc(1024, 128 * 512 * 4));
     std::fill_n(&c->tmem[0][0], 128 * 512, kTmemPoison);
   }
   auto* smem = reinterpret_cast<uint32_t*>(cluster.arena + size_t(rank) * kCtaStride);
@@ -287,11 +289,16 @@ void finish_cluster(Cluster& cluster) {
     }
 }
 
+void trim_stacks() {
+  for (; M.stacks.size() > kStacksKept; M.stacks.pop_back()) free_stack(M.stacks.back());
+}
+
 // After a failure: fibers are abandoned where they stand.
 void abandon() {
   for (auto& c : M.clusters) free_cluster(*c);
   M.clusters.clear();
   M.mbarrier_inits.clear();
+  trim_stacks();
 }
 
 void reset_queues() {
@@ -393,14 +400,18 @@ void on_fault(int signal, siginfo_t* info, void*) {
     sigaction(signal, signal == SIGSEGV ? &old_segv : &old_bus, nullptr);
     return;
   }
+  fault_address = uint64_t(info->si_addr);
+  siglongjmp(fault_jump, 1);
+}
+
+// On the scheduler's stack: a signal handler must not allocate.
+std::string fault_text() {
   Thread* t = M.current ? M.current : M.asynchronous;
   char what[96];
-  uint64_t const address = uint64_t(info->si_addr);
-  bool const guard = t && address - uint64_t(t->async->stack) < 4096;
+  bool const guard = t && fault_address - uint64_t(t->async->stack) < 4096;
   snprintf(what, sizeof what, guard ? "stack overflow" : "invalid memory access, address 0x%llx",
-           static_cast<unsigned long long>(address));
-  M.error = failure_text(t, t ? t->at : 0, what);
-  siglongjmp(fault_jump, 1);
+           static_cast<unsigned long long>(fault_address));
+  return failure_text(t, t ? t->at : 0, what);
 }
 
 struct FaultGuard {
@@ -426,6 +437,10 @@ struct FaultGuard {
 };
 
 }  // namespace
+
+Machine::~Machine() {
+  for (uint8_t* stack : stacks) free_stack(stack);
+}
 
 void Machine::wake(Thread* t) {
   if (t->async->state != State::kBlocked) return;
@@ -556,7 +571,7 @@ void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* p
     FaultGuard guard;
     bool const faulted = sigsetjmp(fault_jump, 1) != 0;
     try {
-      if (faulted) throw EmulatorError(M.error);
+      if (faulted) throw EmulatorError(fault_text());
       run_launch();
     } catch (...) {
       abandon();
@@ -565,6 +580,7 @@ void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* p
       throw;
     }
   }
+  trim_stacks();
   M.stats.seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (M.settings.statistics)

@@ -50,8 +50,9 @@ void check_columns(Thread& t, int at, uint32_t column, uint32_t n) {
   }
 }
 
-// Lane and column of register r of lane l; shapes 32x32b, 16x64b, 16x128b, 16x256b.
-void register_cell(int shape, int l, int r, int& row, int& column) {
+// The cell of register r of lane l; shapes 32x32b, 16x64b, 16x128b, 16x256b.
+uint32_t* register_cell(Thread& t, int shape, int l, int r, uint32_t address) {
+  int row, column;
   switch (shape) {
     case 0:
       row = l, column = r;
@@ -65,6 +66,7 @@ void register_cell(int shape, int l, int r, int& row, int& column) {
     default:
       row = l / 4 + 8 * (r / 2 % 2), column = r % 2 + 2 * (l % 4) + 8 * (r / 4);
   }
+  return &t.cta->tmem[(address >> 16) + uint32_t(row)][(address & 0xffff) + uint32_t(column)];
 }
 constexpr uint32_t kShapeColumns[] = {1, 2, 4, 8};
 
@@ -82,6 +84,22 @@ struct TmemArg {
   uint32_t address;
 };
 TmemArg& tmem_arg(Collective& c, int lane) { return *static_cast<TmemArg*>(c.arg[lane]); }
+
+// For the race check: what each lane knew when it issued a load or store.
+std::vector<HbOperation> lane_views(Thread& t, HbOwn own) {
+  std::vector<HbOperation> views;
+  for (int l = 0; M.race && l < 32; ++l) {
+    Thread& lane = *lane_of(t, l);
+    HbAgent const& waited = lane.hb->own[own];
+    views.push_back(M.race->tmem_operation(lane, {waited.id, waited.clock + 1}, false));
+  }
+  return views;
+}
+void lane_access(Thread& t, int at, int l, uint32_t const* cell, bool write,
+                 std::vector<HbOperation> const& views) {
+  M.race->async_access(*lane_of(t, l), at, reinterpret_cast<uint8_t const*>(cell), 4, write, false,
+                       views[size_t(l)]);
+}
 
 void push(Thread& t, std::function<void()> fn) {
   if (t.async->tcgen05_queue.empty()) M.tcgen05_threads.push_back(&t);
@@ -121,6 +139,7 @@ void Thread::tmem_dealloc(int where, int, uint32_t address, uint32_t n) {
                if ((cta->tmem_busy & mask) != mask)
                  fail(where, "tcgen05.dealloc of columns not allocated");
                cta->tmem_busy &= ~mask;
+               if (hb) M.race->tmem_free(*this, where, address & 0xffff, n);
              });
 }
 
@@ -131,65 +150,70 @@ void Thread::tmem_relinquish(int where, int) {
 
 void Thread::tmem_load(int where, int shape, int num, int regs, void* const* d, uint32_t address) {
   TmemArg arg{d, nullptr, address};
-  collective(
-      *this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.ld", [=](Collective& c) {
-        check_access(*this, where, shape, num, address);
-        auto to = std::make_shared<std::vector<void*>>();
-        for (int l = 0; l < 32; ++l) {
-          TmemArg const& q = tmem_arg(c, l);
-          if (q.address != address) fail(where, "tcgen05.ld address differs over the warp");
-          to->insert(to->end(), q.d, q.d + regs);
-        }
-        auto work = [=, cta = this->cta] {
-          for (int l = 0; l < 32; ++l)
-            for (int r = 0; r < regs; ++r) {
-              int row, column;
-              register_cell(shape, l, r, row, column);
-              if (void* q = (*to)[size_t(l * regs + r)])
-                *static_cast<uint32_t*>(q) = cta->tmem[(address >> 16) + uint32_t(row)]
-                                                      [(address & 0xffff) + uint32_t(column)];
-            }
-        };
-        if (M.settings.tmem_load_at_issue) return work();
-        Done const done = post(*this, where, work);
-        for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_loads.push_back(done);
-      });
+  collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.ld",
+             [=](Collective& c) {
+               check_access(*this, where, shape, num, address);
+               auto to = std::make_shared<std::vector<void*>>();
+               for (int l = 0; l < 32; ++l) {
+                 TmemArg const& q = tmem_arg(c, l);
+                 if (q.address != address) fail(where, "tcgen05.ld address differs over the warp");
+                 to->insert(to->end(), q.d, q.d + regs);
+               }
+               auto const views = lane_views(*this, kHbTmemLoad);
+               auto work = [=, this] {
+                 for (int l = 0; l < 32; ++l)
+                   for (int r = 0; r < regs; ++r) {
+                     uint32_t* const cell = register_cell(*this, shape, l, r, address);
+                     if (!views.empty()) lane_access(*this, where, l, cell, false, views);
+                     if (void* q = (*to)[size_t(l * regs + r)]) *static_cast<uint32_t*>(q) = *cell;
+                   }
+               };
+               if (M.settings.tmem_load_at_issue) return work();
+               Done const done = post(*this, where, work);
+               for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_loads.push_back(done);
+             });
 }
 
 void Thread::tmem_store(int where, int shape, int num, int regs, uint32_t const* v,
                         uint32_t address) {
   TmemArg arg{nullptr, v, address};
-  collective(
-      *this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.st", [=](Collective& c) {
-        check_access(*this, where, shape, num, address);
-        auto from = std::make_shared<std::vector<uint32_t>>();
-        for (int l = 0; l < 32; ++l) {
-          TmemArg const& q = tmem_arg(c, l);
-          if (q.address != address) fail(where, "tcgen05.st address differs over the warp");
-          from->insert(from->end(), q.v, q.v + regs);
-        }
-        auto work = [=, cta = this->cta] {
-          for (int l = 0; l < 32; ++l)
-            for (int r = 0; r < regs; ++r) {
-              int row, column;
-              register_cell(shape, l, r, row, column);
-              cta->tmem[(address >> 16) + uint32_t(row)][(address & 0xffff) + uint32_t(column)] =
-                  (*from)[size_t(l * regs + r)];
-            }
-        };
-        if (M.settings.tmem_store_at_issue) return work();
-        Done const done = post(*this, where, work);
-        for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_stores.push_back(done);
-      });
+  collective(*this, where, kAligned | uint64_t(where), kAllLanes, &arg, "tcgen05.st",
+             [=](Collective& c) {
+               check_access(*this, where, shape, num, address);
+               auto from = std::make_shared<std::vector<uint32_t>>();
+               for (int l = 0; l < 32; ++l) {
+                 TmemArg const& q = tmem_arg(c, l);
+                 if (q.address != address) fail(where, "tcgen05.st address differs over the warp");
+                 from->insert(from->end(), q.v, q.v + regs);
+               }
+               auto const views = lane_views(*this, kHbTmemStore);
+               auto work = [=, this] {
+                 for (int l = 0; l < 32; ++l)
+                   for (int r = 0; r < regs; ++r) {
+                     uint32_t* const cell = register_cell(*this, shape, l, r, address);
+                     if (!views.empty()) lane_access(*this, where, l, cell, true, views);
+                     *cell = (*from)[size_t(l * regs + r)];
+                   }
+               };
+               if (M.settings.tmem_store_at_issue) return work();
+               Done const done = post(*this, where, work);
+               for (int l = 0; l < 32; ++l) lane_of(*this, l)->async->tmem_stores.push_back(done);
+             });
 }
 
 void Thread::tmem_wait(int where, bool store) {
+  if (M.planted(Plant::kTmemWait, where)) return;
   Group& g = store ? async->tmem_stores : async->tmem_loads;
   wait_for(*this, where, g, store ? "tcgen05.wait::st" : "tcgen05.wait::ld");
   g.clear();
+  if (hb) ++hb->own[store ? kHbTmemStore : kHbTmemLoad].clock;
 }
 
-void Thread::tcgen05_fence(int where, bool) { at = where; }
+void Thread::tcgen05_fence(int where, bool after) {
+  at = where;
+  if (M.planted(Plant::kTcgen05Fence, where)) return;
+  if (hb) M.race->tmem_fence(*hb, after);
+}
 
 void Thread::tcgen05_commit(int where, int, uint32_t barrier, bool multicast, uint32_t mask) {
   at = where;
@@ -197,15 +221,21 @@ void Thread::tcgen05_commit(int where, int, uint32_t barrier, bool multicast, ui
   // What the thread knew when it issued came before what is tracked.
   auto known = std::make_shared<HbClock>();
   if (hb) {
-    agent = {hb->own[kHbTcgen05].id, ++hb->own[kHbTcgen05].clock};
+    agent = {hb->own[kHbTcgen05].id, ++async->tcgen05_committed};
+    M.race->tmem_fence(*hb, false);
     M.race->release(*hb, *known);
   }
+  bool const at_issue = M.planted(Plant::kCommit, where);
   if (!multicast) mask = 1u << (barrier >> kCtaShift);
   if (mask >> cluster_size) fail(where, "tcgen05.commit to a thread block outside the cluster");
   for (uint32_t r = 0; r < cluster_size; ++r) {
     if (!(mask >> r & 1)) continue;
     uint32_t const b = multicast ? mapa(barrier, r) : barrier;
     mbarrier_check(*this, where, b);
+    if (at_issue) {
+      mbarrier_arrive(where, b, 1, 0, false, kRelease);
+      continue;
+    }
     push(*this, [=] {
       if (M.race) M.race->merge(M.race->barrier_pending(arena + b), *known);
       mbarrier_arrive_async(*this, where, b, agent);
@@ -222,11 +252,19 @@ struct MmaOp {
   uint32_t size, depth, group, d, a_tmem;
   bool a_in_tmem, accumulate;
   std::vector<uint32_t> disabled_lanes;
-  HbOperation hb;
+  HbOperation hb, tmem;  // of shared memory, of tensor memory
 };
 
-void a_row_from_tmem(MmaOp const& op, Cta const& cta, uint32_t lane, float* a) {
+void tmem_access(Thread& t, int at, void const* p, uint32_t words, bool write,
+                 HbOperation const& op) {
+  if (op.on)
+    M.race->async_access(t, at, static_cast<uint8_t const*>(p), 4 * words, write, false, op);
+}
+
+void a_row_from_tmem(Thread& t, int at, MmaOp const& op, Cta const& cta, uint32_t lane, float* a) {
   uint32_t const per = 4 / op.size;
+  tmem_access(t, at, &cta.tmem[(op.a_tmem >> 16) + lane][op.a_tmem & 0xffff], op.depth / per, false,
+              op.tmem);
   for (uint32_t k = 0; k < op.depth; ++k) {
     uint32_t const w = cta.tmem[(op.a_tmem >> 16) + lane][(op.a_tmem & 0xffff) + k / per];
     a[k] = element_to_float(op.a_type, w >> (8 * op.size * (k % per)));
@@ -257,13 +295,14 @@ void execute(Thread& t, int at, MmaOp const& op) {
       uint32_t const lane = (op.d >> 16) + cell.lane;
       float values[32];
       if (op.a_in_tmem)
-        a_row_from_tmem(op, cta, cell.lane, values);
+        a_row_from_tmem(t, at, op, cta, cell.lane, values);
       else
         std::copy_n(a + row * 32, op.depth, values);
       for (uint32_t k = 0; k < op.depth; ++k) values[k] *= sign;
       auto const& off = op.disabled_lanes;
       if (!off.empty() && off[lane / 32] >> (lane % 32) & 1) continue;
       auto* d = reinterpret_cast<float*>(&cta.tmem[lane][(op.d & 0xffff) + cell.column]);
+      tmem_access(t, at, d, n, true, op.tmem);
       if (!op.accumulate) std::fill_n(d, n, 0.f);
       multiply_row(d, values, bt + n0, op.depth, n, 256);
     }
@@ -311,8 +350,11 @@ void Thread::tcgen05_mma(int where, int group, bool kind_f8, bool a_in_tmem, uin
   op->a_in_tmem = a_in_tmem;
   op->accumulate = accumulate;
   op->disabled_lanes.assign(mask, mask + mask_words);
-  if (hb)
-    op->hb = M.race->operation(*this, {hb->own[kHbTcgen05].id, hb->own[kHbTcgen05].clock + 1});
+  if (hb) {
+    HbAgent const agent = {hb->own[kHbTcgen05].id, async->tcgen05_committed + 1};
+    op->hb = M.race->operation(*this, agent);
+    op->tmem = M.race->tmem_operation(*this, agent, true);
+  }
   push(*this, [=] { execute(*this, where, *op); });
 }
 
@@ -322,14 +364,20 @@ void Thread::tcgen05_cp(int where, int, int shape, uint32_t dst, uint64_t desc) 
   uint32_t const bytes = shape == 0 ? 32 : 16;
   check_columns(*this, where, dst & 0xffff, bytes / 4);
   Operand const o = decode_tcgen05(desc);
-  HbOperation op;
-  if (hb) op = M.race->operation(*this, {hb->own[kHbTcgen05].id, hb->own[kHbTcgen05].clock + 1});
+  HbOperation op, tmem;
+  if (hb) {
+    HbAgent const agent = {hb->own[kHbTcgen05].id, async->tcgen05_committed + 1};
+    op = M.race->operation(*this, agent);
+    tmem = M.race->tmem_operation(*this, agent, true);
+  }
   push(*this, [=] {
     for (uint32_t row = 0; row < 128; ++row)
       for (uint32_t k = 0; k < bytes; k += 16) {
         uint32_t const a = smem_tag | chunk_address(o, false, 1, row, k);
         async_read(*this, where, a, 16, op);
-        memcpy(&cta->tmem[(dst >> 16) + row][(dst & 0xffff) + k / 4], arena + a, 16);
+        uint32_t* const to = &cta->tmem[(dst >> 16) + row][(dst & 0xffff) + k / 4];
+        tmem_access(*this, where, to, 4, true, tmem);
+        memcpy(to, arena + a, 16);
       }
   });
 }
@@ -341,6 +389,7 @@ void Thread::clc_try_cancel(int where, uint32_t dst, uint32_t barrier, bool mult
   for (uint32_t r = 0; r < cluster_size; ++r)
     if (multicast || r == dst >> kCtaShift) mbarrier_check(*this, where, mapa(barrier, r));
   HbOperation op = operation(*this, HbAgent{});
+  op.after_reads = true;
   post(*this, where, [=]() mutable {
     uint32_t answer[4] = {0, 0, 0, 0};
     answer[3] = next_cluster_to_cancel(answer);

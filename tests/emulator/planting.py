@@ -1,0 +1,177 @@
+"""Plants mistakes at the synchronising instructions of kernels, in a process of its own.
+
+    python -m tests.emulator.planting sm90 [--every-site]
+
+The emulator leaves an instruction out, or does it wrong, at one site at a time; nothing is compiled
+anew. A mistake counts as caught if a schedule stops the kernel or makes the numbers wrong, or if
+the race check names it. Each site gives a line of JSON: the mistake, its source line, and what was
+noticed, "" for nothing. A planted mistake may write anywhere: what runs this gives it a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+import emulator
+import flash_cuda
+
+from .test_kernels import inputs, reference
+
+# What finds most comes first.
+SCHEDULES = (
+    "policy=random,seed=1,race=1",
+    "policy=eager,seed=1,race=0",
+    "policy=lazy,seed=1,race=0",
+    "policy=random,seed=2,race=0",
+)
+SITES_OF_A_KIND = 2  # of cases that are not tried at every site
+
+Run = Callable[[str], bool]  # settings of what is tested -> whether the numbers are right
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call with ragged lengths on one SM, so that a block reuses its buffers.
+
+    The first lengths are those whose sites are tried; what they do not show, the others may: a ring
+    that goes round, tiles that end before another role has looked.
+    """
+
+    arch: str
+    head_dim: int
+    lengths: tuple[tuple[int, int], ...]
+    backward: bool = False
+    every_site: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'backward' if self.backward else 'forward'}, head dim {self.head_dim}"
+
+
+LENGTHS = ((300, 500), (600, 100), (300, 1500))
+CASES = {
+    "sm80": [Case("sm80", 64, LENGTHS[:2], every_site=True)],
+    "sm90": [Case("sm90", 64, LENGTHS, every_site=True), Case("sm90", 128, LENGTHS)],
+    "sm100": [Case("sm100", 64, LENGTHS, every_site=True), Case("sm100", 256, LENGTHS)],
+}
+for _arch in ("sm80", "sm90", "sm100"):
+    for _head_dim in (64, 128):
+        CASES[_arch].append(Case(_arch, _head_dim, ((130, 200), (300, 300)), backward=True))
+
+
+def forward(case: Case, lengths: tuple[int, int]) -> Run:
+    torch.manual_seed(0)
+    q, k, v = inputs(lengths, case.head_dim)
+    expected = reference(q, *(x.repeat_interleave(2, 2) for x in (k, v)), True)
+
+    def run(settings: str) -> bool:
+        emulator.configure(case.arch, settings)
+        with flash_cuda.use_kernel(f"emulated:{case.arch}"):
+            out = flash_cuda.attention(q, k, v, causal=True)
+        return bool((out.double() - expected).abs().max() <= 3e-2)
+
+    return run
+
+
+def backward(case: Case, lengths: tuple[int, int]) -> Run:
+    """The mistake is planted in the backward kernels alone."""
+    torch.manual_seed(0)
+    tensors = inputs(lengths, case.head_dim)
+    weight = torch.randn_like(tensors[0])
+    q, k, v = (x.requires_grad_() for x in tensors)
+    copies = [x.detach().double().requires_grad_() for x in tensors]
+    wide = [x.repeat_interleave(2, 2) for x in copies[1:]]
+    expected = torch.autograd.grad(reference(copies[0], *wide, True), copies, weight.double())
+
+    def run(settings: str) -> bool:
+        emulator.configure(case.arch, "policy=random,seed=1,race=0,sms=4,plant=nothing")
+        with flash_cuda.use_kernel(f"emulated:{case.arch}"):
+            out = flash_cuda.attention(q, k, v, causal=True)
+            emulator.configure(case.arch, settings)
+            got = torch.autograd.grad(out, (q, k, v), weight)
+        return all(
+            bool((g.double() - e).abs().max() <= 3e-2 * (1 + e.abs().max()))
+            for g, e in zip(got, expected, strict=True)
+        )
+
+    return run
+
+
+def noticed(arch: str, run: Run, settings: str) -> str:
+    """ "" if nothing is noticed, else the first line of what is."""
+    try:
+        right = run(f"{settings},sms=1")
+    except RuntimeError as e:
+        return str(e).splitlines()[0]
+    finally:
+        warnings = emulator.take_warnings(arch)
+    return warnings.splitlines()[0] if warnings else "" if right else "wrong numbers"
+
+
+def chosen(sites: dict[str, str], every_site: bool) -> dict[str, str]:
+    """All sites, or some of each kind, spread over the kernel."""
+    if every_site:
+        return sites
+    out = {}
+    for _, group in groupby(sites, key=lambda site: site.split(":")[0]):
+        kind = list(group)
+        step = max(1, len(kind) // SITES_OF_A_KIND)
+        out.update({site: sites[site] for site in kind[step // 2 :: step][:SITES_OF_A_KIND]})
+    return out
+
+
+def plant(case: Case, every_site: bool) -> Iterator[dict[str, str]]:
+    """Tries the sites of a case.
+
+    Raises:
+        AssertionError: something is noticed without a mistake.
+    """
+    runs = [(backward if case.backward else forward)(case, lengths) for lengths in case.lengths]
+
+    def is_sound() -> None:
+        for run in runs:
+            for schedule in SCHEDULES:
+                text = noticed(case.arch, run, f"{schedule},plant=nothing")
+                assert not text, f"{case.arch}, {case.name}, {schedule}: {text}"
+
+    is_sound()
+    noticed(case.arch, runs[0], "policy=random,seed=1,race=0,plant=observe")
+    for site, source in chosen(
+        emulator.plantable(case.arch), every_site or case.every_site
+    ).items():
+        tries = (
+            noticed(case.arch, run, f"{schedule},plant={site}")
+            for run in runs
+            for schedule in SCHEDULES
+        )
+        text = next(filter(None, tries), "")
+        yield {"case": case.name, "site": site, "source": source, "noticed": text}
+    is_sound()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", choices=sorted(CASES))
+    parser.add_argument("--every-site", action="store_true")
+    parser.add_argument("--case", default="", help="only cases whose name starts so")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    emulator.load(arguments.arch)
+    for case in CASES[arguments.arch]:
+        if not case.name.startswith(arguments.case):
+            continue
+        try:
+            for line in plant(case, arguments.every_site):
+                print(json.dumps(line), flush=True)
+        except NotImplementedError as e:
+            print(json.dumps({"case": case.name, "skipped": str(e).splitlines()[0]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
