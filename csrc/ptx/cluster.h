@@ -18,6 +18,22 @@ __device__ __forceinline__ uint32_t mapa(uint32_t addr, uint32_t rank) {
   return mapped;
 }
 
+// `addr` is an address in the cluster's shared window.
+__device__ __forceinline__ void store_cluster_4(uint32_t addr, int v) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
+}
+
+// Copies shared memory to another block of the cluster, where its bytes complete on `bar`: `dst`
+// and `bar` are addresses in the cluster's window.
+__device__ __forceinline__ void bulk_copy_to_peer(uint32_t dst, uint32_t src, int bytes,
+                                                  uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(dst),
+      "r"(src), "r"(bytes), "r"(bar)
+      : "memory");
+}
+
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
 }

@@ -37,4 +37,8 @@ __device__ __forceinline__ void store_release(int* ptr, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void add_release(int* ptr, int v) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+
 }  // namespace flash_cuda::ptx

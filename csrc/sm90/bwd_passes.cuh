@@ -65,7 +65,8 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
 template <class Tile, DType kDType>
 __global__ void __launch_bounds__(kPassThreads)
     bwd_pre_kernel(const __grid_constant__ BwdArgs args) {
-  constexpr int kLanes = Tile::kHeadDim / 8;  // a row: 16 bytes a lane
+  // A row: 16 bytes a lane, in groups that the shuffles can halve.
+  constexpr int kLanes = Tile::kHeadDim > 128 ? 32 : Tile::kHeadDim / 8;
   constexpr int kRows = kPassThreads / kLanes;
   const BwdParams& params = args.params;
   const FwdParams& p = params.fwd;

@@ -2,6 +2,8 @@
 #include "common/kernel_table.h"
 #include "sm90/bwd.h"
 #include "sm90/bwd_tile.h"
+#include "sm90/bwd_wide.h"
+#include "sm90/bwd_wide_tile.h"
 #include "sm90/fwd.h"
 
 namespace flash_cuda::sm90 {
@@ -60,11 +62,33 @@ constexpr BwdKernel bwd_row(const char* name) {
           launch_bwd<kDType, kHeadDim>};
 }
 
+template <DType kDType, int kHeadDim, int kHeadDimV>
+constexpr BwdKernel bwd_wide_row(const char* name) {
+  using Tile = BwdWideTile<kHeadDim, kHeadDimV>;
+  return {name,
+          90,
+          kDType,
+          kHeadDim,
+          kHeadDimV,
+          Tile::kBlockQ,
+          Tile::kBlockKV,
+          Tile::kThreads,
+          refuse_bwd_wide,
+          bwd_wide_workspace_bytes<kHeadDim, kHeadDimV>,
+          launch_bwd_wide<kDType, kHeadDim, kHeadDimV>};
+}
+
 constexpr BwdKernel kBwd[] = {
     bwd_row<DType::kBFloat16, 64>("sm90_bwd_hdim64"),
     bwd_row<DType::kFloat16, 64>("sm90_bwd_hdim64"),
     bwd_row<DType::kBFloat16, 128>("sm90_bwd_hdim128"),
     bwd_row<DType::kFloat16, 128>("sm90_bwd_hdim128"),
+    bwd_wide_row<DType::kBFloat16, 192, 128>("sm90_bwd_hdim192_128"),
+    bwd_wide_row<DType::kFloat16, 192, 128>("sm90_bwd_hdim192_128"),
+    bwd_wide_row<DType::kBFloat16, 192, 192>("sm90_bwd_hdim192"),
+    bwd_wide_row<DType::kFloat16, 192, 192>("sm90_bwd_hdim192"),
+    bwd_wide_row<DType::kBFloat16, 256, 256>("sm90_bwd_hdim256"),
+    bwd_wide_row<DType::kFloat16, 256, 256>("sm90_bwd_hdim256"),
 };
 
 }  // namespace

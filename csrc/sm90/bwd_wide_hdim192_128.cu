@@ -1,0 +1,9 @@
+#include "sm90/bwd_wide_launch.cuh"
+
+namespace flash_cuda::sm90 {
+
+template void launch_bwd_wide<DType::kBFloat16, 192, 128>(const BwdParams&, cudaStream_t);
+template void launch_bwd_wide<DType::kFloat16, 192, 128>(const BwdParams&, cudaStream_t);
+template size_t bwd_wide_workspace_bytes<192, 128>(const BwdParams&);
+
+}  // namespace flash_cuda::sm90

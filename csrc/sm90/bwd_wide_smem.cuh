@@ -1,0 +1,78 @@
+// Shared memory and barriers of the backward for wide heads.
+#pragma once
+
+#include "ptx/cluster.h"
+#include "ptx/mbarrier.h"
+#include "sm90/bwd_wide_tile.h"
+#include "sm90/bwd_work.cuh"
+
+namespace flash_cuda::sm90 {
+
+// Byte offsets from a 1024-byte boundary. Operand tiles are panels of 64
+// columns, [64 rows][128 bytes], in the 128-byte swizzle.
+template <class Tile>
+struct BwdWideSmem {
+  static constexpr int kTileBytes = Tile::kPanels * Tile::kPanelBytes;
+  static constexpr int kTileBytesV = Tile::kPanelsV * Tile::kPanelBytes;
+  static constexpr int kPeerBytes = Tile::kPeerPanels * Tile::kPanelBytes;
+  static constexpr int kDsBytes = Tile::kKeys * Tile::kBlockQ * 2;  // of one block's keys
+  static constexpr int kStagingBytes = 2 * Tile::kPanelBytes;       // of a warpgroup
+  static constexpr int kRowBytes = Tile::kBlockQ * 4;
+  static constexpr int kK = 0,
+                       kPeerK = kK + kTileBytes;  // the peer's keys: this block's columns
+  static constexpr int kV = kPeerK + kPeerBytes, kQ = kV + kTileBytesV;
+  static constexpr int kDout = kQ + Tile::kQStages * kTileBytes;
+  static constexpr int kDs =
+      kDout + Tile::kDoutStages * kTileBytesV;  // P, then dS of the own keys; dS of the peer's
+  static constexpr int kStaging = kDs + 2 * kDsBytes;
+  static constexpr int kLse = kStaging + 2 * kStagingBytes;
+  static constexpr int kDelta = kLse + Tile::kQStages * kRowBytes;
+  static constexpr int kBarriers = kDelta + Tile::kDoutStages * kRowBytes;
+  static constexpr int kIndex = kBarriers + 8 * 12;
+  static constexpr int kTask = kIndex + 16;
+  static constexpr int kBytes = (kTask + sizeof(BwdTask<Tile>) + 15) / 16 * 16;
+  static_assert(kBytes <= 232448, "shared memory of an SM");
+};
+
+// Every barrier lies at the same place in both blocks. Those of the cluster
+// count the warps of both: a block loads into both and writes dS into the peer.
+struct BwdWideBarriers {
+  uint32_t base;
+  __device__ uint32_t kv_full() const { return base; }
+  __device__ uint32_t q_full(int stage) const { return base + 8 + 8 * stage; }
+  __device__ uint32_t q_empty(int stage) const { return base + 24 + 8 * stage; }  // of the cluster
+  __device__ uint32_t dout_full(int stage) const { return base + 40 + 8 * stage; }
+  __device__ uint32_t dout_empty(int stage) const { return base + 56 + 8 * stage; }  // the same
+  __device__ uint32_t p_full() const { return base + 72; }
+  __device__ uint32_t ds_full() const { return base + 80; }
+  __device__ uint32_t ds_empty() const { return base + 88; }  // of the cluster
+  static constexpr int kClusterWarps = 16;
+  __device__ void init() const {
+    ptx::mbarrier_init(kv_full(), 1);
+    for (int s = 0; s < 2; ++s) {
+      ptx::mbarrier_init(q_full(s), 1);
+      ptx::mbarrier_init(q_empty(s), kClusterWarps);
+      ptx::mbarrier_init(dout_full(s), 1);
+      ptx::mbarrier_init(dout_empty(s), kClusterWarps);
+    }
+    ptx::mbarrier_init(p_full(), 4);
+    ptx::mbarrier_init(ds_full(), 4);
+    ptx::mbarrier_init(ds_empty(), kClusterWarps);
+  }
+};
+
+// Where a step's tile lies in a ring of one or two, and the phase of its
+// barriers.
+template <int kStages>
+struct RingStep {
+  int stage;
+  uint32_t phase;
+  __device__ explicit RingStep(int step)
+      : stage(kStages == 2 ? step & 1 : 0), phase(kStages == 2 ? step >> 1 & 1 : step & 1) {}
+};
+
+// + warpgroup: dQ, dV or dK lies in the staging buffer; the buffer may be
+// rewritten.
+enum BwdWideNamedBarrier : int { kWideFull = 1, kWideEmpty = 3 };
+
+}  // namespace flash_cuda::sm90
