@@ -38,6 +38,11 @@ __device__ __forceinline__ float2 add2_down(float2 a, float2 b) {
   asm("add.rm.ftz.f32x2 %0, %1, %2;" : "=l"(r) : "l"(pair(a)), "l"(pair(b)));
   return unpair(r);
 }
+__device__ __forceinline__ float2 mul2(float2 a, float2 b) {
+  uint64_t r;
+  asm("mul.rn.ftz.f32x2 %0, %1, %2;" : "=l"(r) : "l"(pair(a)), "l"(pair(b)));
+  return unpair(r);
+}
 __device__ __forceinline__ float2 fma2(float2 a, float2 b, float2 c) {
   uint64_t r;
   asm("fma.rn.ftz.f32x2 %0, %1, %2, %3;" : "=l"(r) : "l"(pair(a)), "l"(pair(b)), "l"(pair(c)));

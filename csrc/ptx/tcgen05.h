@@ -78,6 +78,19 @@ __device__ __forceinline__ void tcgen05_ld_x32(uint32_t* r, uint32_t tmem) {
       : "memory");
 }
 
+// 16 lanes (the warp's lower or upper ones) and 32 columns in the layout of mma.sync accumulators:
+// four registers for each 16 x 8 tile.
+__device__ __forceinline__ void tcgen05_ld_16x256b_x4(uint32_t* r, uint32_t tmem) {
+  asm volatile(
+      "tcgen05.ld.sync.aligned.16x256b.x4.b32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+      "%12, %13, %14, %15}, [%16];"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]),
+        "=r"(r[7]), "=r"(r[8]), "=r"(r[9]), "=r"(r[10]), "=r"(r[11]), "=r"(r[12]), "=r"(r[13]),
+        "=r"(r[14]), "=r"(r[15])
+      : "r"(tmem)
+      : "memory");
+}
+
 // Registers of a load that has been waited for: no use of them moves before this point.
 template <int kRegisters>
 __device__ __forceinline__ void tcgen05_loaded(uint32_t (&r)[kRegisters]) {

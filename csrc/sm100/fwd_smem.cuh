@@ -7,6 +7,7 @@
 #include "ptx/fence.h"
 #include "ptx/mbarrier.h"
 #include "ptx/smem_addr.h"
+#include "sm100/arrive.cuh"
 #include "sm100/fwd_tile.h"
 
 namespace flash_cuda::sm100 {
@@ -143,12 +144,6 @@ template <class Tile>
 __device__ __forceinline__ BlockRange blocks_of(const FwdParams& p, const FwdWork& w) {
   return Mask::make(p, w.seqlen_q, w.seqlen_kv)
       .kv_blocks(w.q_block * Tile::kBlockQ, Tile::kBlockQ, Tile::kBlockKV);
-}
-
-// This warp's part of a barrier's count; every lane's writes to tensor memory are told of.
-__device__ __forceinline__ void arrive_warp(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
 }
 
 }  // namespace flash_cuda::sm100

@@ -1,5 +1,6 @@
 // The kernels of this folder, as dispatch sees them.
 #include "common/kernel_table.h"
+#include "sm100/bwd.h"
 #include "sm100/fwd.h"
 
 namespace flash_cuda::sm100 {
@@ -40,6 +41,32 @@ constexpr FwdKernel kFwd[] = {
     kHdim256<DType::kFloat16>,
 };
 
+template <DType kDType, int kHeadDim, int kHeadDimV>
+constexpr BwdKernel bwd_row(const char* name) {
+  return {name,
+          100,
+          kDType,
+          kHeadDim,
+          kHeadDimV,
+          128,
+          128,
+          512,
+          refuse_bwd,
+          bwd_workspace_bytes<kHeadDim>,
+          launch_bwd<kDType, kHeadDim, kHeadDimV>};
+}
+
+constexpr BwdKernel kBwd[] = {
+    bwd_row<DType::kBFloat16, 64, 64>("sm100_bwd_hdim64"),
+    bwd_row<DType::kFloat16, 64, 64>("sm100_bwd_hdim64"),
+    bwd_row<DType::kBFloat16, 96, 96>("sm100_bwd_hdim96"),
+    bwd_row<DType::kFloat16, 96, 96>("sm100_bwd_hdim96"),
+    bwd_row<DType::kBFloat16, 128, 128>("sm100_bwd_hdim128"),
+    bwd_row<DType::kFloat16, 128, 128>("sm100_bwd_hdim128"),
+    bwd_row<DType::kBFloat16, 192, 128>("sm100_bwd_hdim192_128"),
+    bwd_row<DType::kFloat16, 192, 128>("sm100_bwd_hdim192_128"),
+};
+
 }  // namespace
 
 const KernelTable& kernel_table() {
@@ -47,6 +74,8 @@ const KernelTable& kernel_table() {
     KernelTable t;
     t.fwd = kFwd;
     t.num_fwd = sizeof(kFwd) / sizeof(kFwd[0]);
+    t.bwd = kBwd;
+    t.num_bwd = sizeof(kBwd) / sizeof(kBwd[0]);
     return t;
   }();
   return table;

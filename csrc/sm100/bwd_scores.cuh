@@ -1,0 +1,290 @@
+// Warpgroups of the backward kernel that turn S into P and dP into dS, and store dV and dK.
+//
+// A thread has a key and half of the queries of a block; scores are transposed (keys are lanes), so
+// that P^T and dS^T are the left operands of dV and dK where they lie, in tensor memory. dS also
+// goes to shared memory, for dQ = dS K.
+#pragma once
+
+#include "common/score_mod.cuh"
+#include "common/softmax.cuh"
+#include "ptx/convert.h"
+#include "ptx/math.h"
+#include "ptx/named_barrier.h"
+#include "ptx/packed.h"
+#include "ptx/tcgen05.h"
+#include "ptx/tma.h"
+#include "sm100/bwd_smem.cuh"
+
+namespace flash_cuda::sm100 {
+
+template <class Tile, DType kDType>
+struct Scores {
+  static constexpr int kN = 64;         // queries of a thread
+  static constexpr int kFragment = 32;  // queries that are converted and stored together
+  // Named barriers: two warps with the same keys (+ warp), a warpgroup (+ half).
+  static constexpr int kPairBarrier = 1, kHalfBarrier = 5;
+
+  const BwdSmem<Tile>& smem;
+  const BwdArgs& args;
+  const int half;  // of the queries
+  const int warp;  // of four
+
+  uint32_t s[kN];  // scores, then probabilities
+  uint32_t blocks = 0;
+
+  __device__ __forceinline__ int key_row() const { return threadIdx.x % 128; }
+  __device__ __forceinline__ float score(int i) const { return __uint_as_float(s[i]); }
+  // This warp's lanes of a column of tensor memory.
+  __device__ __forceinline__ uint32_t lanes(uint32_t column) const { return column + (warp << 21); }
+  // This thread's row of a panel: 16-byte chunk i is at the address ^ i << 4.
+  __device__ __forceinline__ uint32_t swizzled_row(uint32_t panel) const {
+    return panel + key_row() * 128 + (key_row() % 8 << 4);
+  }
+  // Four values of a row statistic, of this half's queries from i on.
+  __device__ __forceinline__ void load_stats(float2 (&v)[2], uint32_t from, int i) const {
+    uint32_t r[4];
+    ptx::load_shared_16(r, from + (half * kN + i) * 4);
+    v[0] = make_float2(__uint_as_float(r[0]), __uint_as_float(r[1]));
+    v[1] = make_float2(__uint_as_float(r[2]), __uint_as_float(r[3]));
+  }
+
+  __device__ __forceinline__ void load_scores() {
+    const uint32_t from = lanes(Tile::kTmemS + half * kN);
+#pragma unroll
+    for (int i = 0; i < kN; i += 32) ptx::tcgen05_ld_x32(s + i, from + i);
+    ptx::tcgen05_wait_ld();
+    ptx::tcgen05_loaded(s);
+    // Where P of a half lies over S of the other one.
+    if (Tile::kHalfP != kN) {
+      ptx::tcgen05_fence_before_thread_sync();
+      ptx::named_barrier_sync(kPairBarrier + warp, 64);
+      ptx::tcgen05_fence_after_thread_sync();
+    }
+  }
+
+  // Queries that do not see the key become -inf.
+  __device__ __forceinline__ void mask_scores(const BwdTask& task, int first_query) {
+    const int key = task.kv0 + key_row();
+    const int begin = task.mask.q_begin(key) - first_query;
+    const int end = key < task.mask.seqlen_kv ? task.mask.q_end(key) - first_query : 0;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      if (i < begin || i >= end) s[i] = 0xff800000u;
+    }
+  }
+
+  // Products become logits, or with a cap their tanh, in whose units `factor` is.
+  __device__ __forceinline__ void modify_scores(const BwdTask& task, int head, int first_query) {
+    const ScoreMod mod =
+        ScoreMod::make(args.params.fwd, task.batch, head, task.seq.seqlen_q, task.seq.seqlen_kv);
+    if (mod.softcap > 0.0f) {
+      const float to_cap = __fdividef(2.0f * kLog2e * mod.scale, mod.softcap);
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        s[i] = __float_as_uint(1.0f - __fdividef(2.0f, ptx::ex2(score(i) * to_cap) + 1.0f));
+      }
+      return;
+    }
+    const int key = task.kv0 + key_row();
+    const int distance = first_query + mod.offset - key;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const float away = fabsf(static_cast<float>(distance + i));
+      s[i] = __float_as_uint(fmaf(-mod.alibi_slope, away, score(i) * mod.scale));
+    }
+    if (mod.bias && key < mod.seqlen_kv) {
+      const int64_t first = first_query * mod.bias_row_stride + key * mod.bias_col_stride;
+      const int queries = mod.seqlen_q - first_query;
+      const auto* halves = static_cast<const uint16_t*>(mod.bias) + first;
+      switch (mod.bias_dtype) {
+        case DType::kFloat32:
+          return add_bias(static_cast<const float*>(mod.bias) + first, mod.bias_row_stride, queries,
+                          [](float x) { return x; });
+        case DType::kFloat16:
+          return add_bias(halves, mod.bias_row_stride, queries, ptx::to_float<DType::kFloat16>);
+        default:
+          return add_bias(halves, mod.bias_row_stride, queries, ptx::to_float<DType::kBFloat16>);
+      }
+    }
+  }
+  template <class Element, class ToFloat>
+  __device__ __forceinline__ void add_bias(const Element* bias, int64_t stride, int queries,
+                                           ToFloat to_float) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i, bias += stride) {
+      if (i < queries) s[i] = __float_as_uint(score(i) + to_float(*bias));
+    }
+  }
+
+  // P = 2^(S * factor - lse), rounded to tensor memory and as it is in place. With a cap its
+  // derivative then joins the latter, where only dS takes it from.
+  __device__ __forceinline__ void probabilities(float factor, uint32_t stage) {
+    const float2 minus_factor = make_float2(-factor, -factor);
+    const bool capped = Tile::kGeneral && args.params.fwd.softcap > 0.0f;
+#pragma unroll
+    for (int c = 0; c < kN; c += kFragment) {
+      uint32_t packed[kFragment / 2];
+#pragma unroll
+      for (int i = 0; i < kFragment; i += 4) {
+        float2 lse[2];
+        load_stats(lse, smem.lse(stage), c + i);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int at = c + i + 2 * j;
+          const float2 x = make_float2(score(at), score(at + 1));
+          // Negated, so that lse needs no negation and a row without keys (+inf) gives 0.
+          const float2 y = ptx::fma2(x, minus_factor, lse[j]);
+          float2 p = make_float2(ptx::ex2(-y.x), ptx::ex2(-y.y));
+          packed[i / 2 + j] = ptx::pack<kDType>(p.x, p.y);
+          if (capped) {
+            // A masked score is -inf and has no slope to tell from.
+            const float2 tanh = make_float2(fmaxf(x.x, -1.0f), fmaxf(x.y, -1.0f));
+            p.x *= fmaf(-tanh.x, tanh.x, 1.0f);
+            p.y *= fmaf(-tanh.y, tanh.y, 1.0f);
+          }
+          s[at] = __float_as_uint(p.x);
+          s[at + 1] = __float_as_uint(p.y);
+        }
+      }
+      ptx::tcgen05_st_x16(lanes(Tile::kTmemS + half * Tile::kHalfP + c / 2), packed);
+    }
+    ptx::tcgen05_wait_st();
+    ptx::tcgen05_fence_before_thread_sync();
+    arrive_warp(smem.barrier(kBwdPReady));
+  }
+
+  // dS = P (dP - delta), to tensor memory over dP and to shared memory as rows of keys.
+  __device__ __forceinline__ void score_gradients(uint32_t stage) {
+    const uint32_t row = swizzled_row(smem.ds() + half * Tile::kPanelBytes);
+#pragma unroll
+    for (int c = 0; c < kN; c += kFragment) {
+      uint32_t dp[kFragment], packed[kFragment / 2];
+      ptx::tcgen05_ld_x32(dp, lanes(Tile::kTmemDp + half * kN + c));
+      ptx::tcgen05_wait_ld();
+      ptx::tcgen05_loaded(dp);
+#pragma unroll
+      for (int i = 0; i < kFragment; i += 4) {
+        float2 delta[2];
+        load_stats(delta, smem.delta(stage), c + i);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int at = i + 2 * j;
+          const float2 x = make_float2(__uint_as_float(dp[at]), __uint_as_float(dp[at + 1]));
+          const float2 less = ptx::fma2(delta[j], make_float2(-1.0f, -1.0f), x);
+          const float2 ds = ptx::mul2(make_float2(score(c + at), score(c + at + 1)), less);
+          packed[at / 2] = ptx::pack<kDType>(ds.x, ds.y);
+        }
+      }
+      ptx::tcgen05_st_x16(lanes(Tile::kTmemDp + half * Tile::kHalfDs + c / 2), packed);
+#pragma unroll
+      for (int i = 0; i < kFragment / 8; ++i) {
+        const uint32_t* from = packed + 4 * i;
+        ptx::store_shared_16(row ^ ((c / 8 + i) << 4), {from[0], from[1], from[2], from[3]});
+      }
+    }
+    ptx::tcgen05_wait_st();
+    ptx::fence_proxy_async_shared();
+    ptx::tcgen05_fence_before_thread_sync();
+    arrive_warp(smem.barrier(kBwdDsReady));
+  }
+
+  // The task stays in shared memory: what only masked blocks need is read there again.
+  __device__ __forceinline__ void step(int head, int q_block, bool masked) {
+    const RingPlace<Tile::kStagesStats> place{blocks};
+    const uint32_t stage = place.stage();
+    const int first_query = q_block * Tile::kBlockQ + half * kN;
+    float factor = args.params.fwd.softmax_scale * kLog2e;
+    ptx::mbarrier_wait(smem.barrier(kBwdSFull), blocks % 2);
+    ptx::tcgen05_fence_after_thread_sync();
+    load_scores();
+    if constexpr (Tile::kGeneral) {
+      const float cap = args.params.fwd.softcap;
+      factor = cap > 0.0f ? cap * kLog2e : kLog2e;
+      modify_scores(smem.task(), head, first_query);
+    }
+    if (masked) mask_scores(smem.task(), first_query);
+    ptx::mbarrier_wait(smem.barrier(kBwdStatsFull, stage), place.phase());
+    probabilities(factor, stage);
+    ptx::mbarrier_wait(smem.barrier(kBwdDpFull), blocks % 2);
+    ptx::tcgen05_fence_after_thread_sync();
+    score_gradients(stage);
+    arrive_warp(smem.barrier(kBwdStatsEmpty, stage));
+    ++blocks;
+  }
+
+  // A panel of 64 columns of dV or dK, through `staging` to global memory.
+  template <int kColumns>
+  __device__ __forceinline__ void store_panel(const CUtensorMap* map, const MapRows& at,
+                                              uint32_t column, int panel, uint32_t staging,
+                                              float scale) {
+    const uint32_t row = swizzled_row(staging);
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 32) {
+      uint32_t r[32];
+      ptx::tcgen05_ld_x32(r, lanes(column + c));
+      ptx::tcgen05_wait_ld();
+      ptx::tcgen05_loaded(r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          packed[j] = ptx::pack<kDType>(__uint_as_float(r[8 * i + 2 * j]) * scale,
+                                        __uint_as_float(r[8 * i + 2 * j + 1]) * scale);
+        }
+        ptx::store_shared_16(row ^ ((c / 8 + i) << 4), packed);
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(kHalfBarrier + half, 128);
+    if (key_row() == 0) {
+      ptx::tma_store_4d(map, staging, panel * Tile::kPanelCols, at.row0 + smem.task().kv0, at.c2,
+                        at.c3);
+      ptx::bulk_commit_group();
+    }
+  }
+  // The panels of dV and then dK, alternately one of each half's.
+  template <int kHeadDim, int kFirst>
+  __device__ __forceinline__ void store_gradient(const CUtensorMap* map, const RowMap& rows,
+                                                 uint32_t column, uint32_t staging, float scale) {
+    const BwdTask& task = smem.task();
+    const MapRows at =
+        rows.locate(task.seq.kv_row0, task.seq.seqlen_kv_slot, task.kv_head, task.seq.kv_batch);
+#pragma unroll
+    for (int c = 0; c < kHeadDim; c += Tile::kPanelCols) {
+      const int panel = c / Tile::kPanelCols;
+      if ((kFirst + panel) % 2 != half) continue;
+      constexpr int kRest = kHeadDim % Tile::kPanelCols;
+      const uint32_t to = staging + panel * Tile::kPanelBytes;
+      if (kRest != 0 && c + Tile::kPanelCols > kHeadDim) {
+        store_panel<kRest>(map, at, column + c, panel, to, scale);
+      } else {
+        store_panel<Tile::kPanelCols>(map, at, column + c, panel, to, scale);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const int full_begin = smem.task().blocks.full_begin, full_end = smem.task().blocks.full_end;
+#pragma unroll 1
+    for (BwdSteps at(smem.task()); at.left > 0; at.next()) {
+      step(at.head, at.q_block, at.q_block < full_begin || at.q_block >= full_end);
+    }
+    const BwdParams& p = args.params;
+    ptx::mbarrier_wait(smem.barrier(kBwdDvFull), 0);
+    ptx::tcgen05_fence_after_thread_sync();
+    if (p.dv) {
+      store_gradient<Tile::kHeadDimV, 0>(&args.dv_map, args.dv_rows, Tile::kTmemDv, smem.dout(0),
+                                         1.0f);
+    }
+    ptx::mbarrier_wait(smem.barrier(kBwdDkFull), 0);
+    ptx::tcgen05_fence_after_thread_sync();
+    if (p.dk) {
+      store_gradient<Tile::kHeadDim, Tile::kPanelsV>(&args.dk_map, args.dk_rows, Tile::kTmemDk,
+                                                     smem.q(0), p.fwd.softmax_scale);
+    }
+    if (key_row() == 0) ptx::bulk_wait_group<0>();
+  }
+};
+
+}  // namespace flash_cuda::sm100
