@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import Window, fwd_options
+from flash_cuda.options import Window, fwd_options, plain_options
 
 # What return_attn_probs=True gives: out, lse, and None for the probabilities.
 WithProbs = tuple[Tensor, Tensor, None]
@@ -82,6 +82,16 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flash_cuda.attention`.
     """
+    # Most calls are plain, and host time counts.
+    no_tensors = (
+        alibi_slopes is learnable_sink is qv is q_descale is k_descale is v_descale is seqused_q
+        is seqused_k is bias is None
+    )  # fmt: skip
+    if no_tensors and not (
+        dropout_p or softcap or attention_chunk or num_splits or pack_gqa is not None
+    ):
+        out, lse = attend_plain(q, k, v, deterministic, causal, window_size, softmax_scale)
+        return (out, lse, None) if return_attn_probs else out
     out, lse = attend(
         q,
         k,
@@ -409,6 +419,25 @@ def attend(
     if q.is_cuda and (q.shape[-1] % _PAD_TO or v.shape[-1] % _PAD_TO):
         return _attend_padded(q, k, v, deterministic, **options)
     return _ops.attention_forward(q, k, v, fwd_options(q, **options), deterministic)
+
+
+def attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    deterministic: bool,
+    causal: bool,
+    window: Window,
+    softmax_scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend` without other options."""
+    if q.is_cuda and (q.shape[-1] % _PAD_TO or v.shape[-1] % _PAD_TO):
+        return attend(
+            q, k, v, deterministic, causal=causal, window=window, softmax_scale=softmax_scale
+        )
+    q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
+    options = plain_options(causal, window, softmax_scale)
+    return _ops.attention_forward(q, k, v, options, deterministic)
 
 
 def _attend_padded(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import Window, cache_lengths, fwd_options
+from flash_cuda.options import Window, cache_lengths, fwd_options, plain_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -174,6 +174,24 @@ def attention(
         NotImplementedError: the call is right, but no kernel for it is built or supported here;
             the text names what serves it. See also :func:`flash_cuda.explain`.
     """
+    # Most calls are plain, and host time counts.
+    no_tensors = (
+        alibi_slopes is bias is sink is seqused_q is seqused_k is leftpad_k is qv is q_descale
+        is k_descale is v_descale is None
+    )  # fmt: skip
+    if no_tensors and not (
+        softcap
+        or attention_chunk
+        or top_left
+        or dropout_p
+        or num_splits
+        or split_size
+        or strict
+        or pack_gqa is not None
+    ):
+        options = plain_options(causal, window, softmax_scale)
+        out, lse = _ops.attention_forward(q, k, v, options, deterministic)
+        return (out, lse) if return_lse else out
     options = fwd_options(
         q,
         causal=causal,

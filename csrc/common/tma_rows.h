@@ -11,23 +11,24 @@
 
 namespace flash_cuda {
 
-// Coordinates of a tensor map beside the column.
+// Coordinates of a tensor map beside the column; see tma_rows.cuh for the copies.
 struct MapRows {
   int row0, c2, c3;  // row r of the sequence is (column, row0 + r, c2, c3)
+  bool clipped;      // and kWrapSteps
 };
 
 // Dense: (column, row, head, batch), and the tensor ends where the sequence does. Clipped: two
-// dimensions run over the rows, (column, row1, row2, head), both with the row stride; the base lies
-// `extent` rows ahead. A sequence of `len` rows from `first` on uses row1 = extent - len + r,
-// row2 = first + len: rows past the end leave the bounds of row1 and read as zero.
+// dimensions run over the rows, (column, row1, row2, head, wrap), both with the row stride. A
+// sequence of `len` rows from `first` on uses row1 = kWrapSteps - len + r and row2 = first + len:
+// rows past the end leave the bounds of row1 and read as zero. The kWrapSteps rows too many are
+// taken off the address by the last dimension.
 struct RowMap {
   int clipped = 0;
-  int extent = 0;      // rows of dimension row1: no sequence is longer
   int batch_rows = 0;  // rows between the batches of a dense tensor
 
   FLASH_CUDA_HOST_DEVICE MapRows locate(int first, int len, int head, int batch) const {
-    if (!clipped) return {first, head, batch};
-    return {extent - len, batch * batch_rows + first + len, head};
+    if (!clipped) return {first, head, batch, false};
+    return {kWrapSteps - len, batch * batch_rows + first + len, head, true};
   }
 };
 
@@ -43,7 +44,6 @@ struct MapSource {
 inline RowMap row_map(const MapSource& t, bool packed, bool clipped) {
   RowMap map;
   map.clipped = packed || clipped;
-  map.extent = static_cast<int>(t.rows);
   map.batch_rows = packed ? 0 : static_cast<int>(t.stride.batch / t.stride.row);
   return map;
 }
@@ -54,20 +54,21 @@ inline CUtensorMap rows_tensor_map(const MapSource& t, const RowMap& rows, int b
   TensorMapShape shape{};
   if (rows.clipped) {
     const int64_t last = int64_t(rows.batch_rows) * (rows.batch_rows ? t.batch - 1 : 0);
-    shape.base = static_cast<const char*>(t.base) - t.rows * t.stride.row * 2;
+    shape.dims[1] = kWrapSteps;
     shape.dims[2] = last + t.rows + 1;
     shape.dims[3] = t.heads;
     shape.strides[1] = t.stride.row;
     shape.strides[2] = t.stride.head;
+    shape.wrap_bytes = kWrapTurn - static_cast<uint64_t>(t.stride.row) * 2;
   } else {
-    shape.base = t.base;
+    shape.dims[1] = t.rows;
     shape.dims[2] = t.heads;
     shape.dims[3] = t.batch;
     shape.strides[1] = t.stride.head;
     shape.strides[2] = t.stride.batch;
   }
+  shape.base = t.base;
   shape.dims[0] = t.columns;
-  shape.dims[1] = t.rows;
   shape.strides[0] = t.stride.row;
   shape.box[0] = box_columns;
   shape.box[1] = box_rows;
@@ -78,8 +79,9 @@ inline CUtensorMap rows_tensor_map(const MapSource& t, const RowMap& rows, int b
 
 // The copy engine wants addresses and strides of whole 16-byte units, and no repeated rows.
 inline bool map_serves(const MapSource& t, bool packed) {
+  // Below 2^33, so that a row is less than the turn of a clipped map.
   const auto fits = [](int64_t elements, int64_t count) {
-    return count <= 1 || (elements > 0 && elements % 8 == 0 && elements < (int64_t(1) << 38));
+    return count <= 1 || (elements > 0 && elements % 8 == 0 && elements < (int64_t(1) << 33));
   };
   return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.stride.row, t.rows) &&
          fits(t.stride.head, t.heads) && (packed || fits(t.stride.batch, t.batch));

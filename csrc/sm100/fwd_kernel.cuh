@@ -8,6 +8,7 @@
 // tile. docs/kernels/sm100_fwd.md has the timeline and what each barrier says.
 #pragma once
 
+#include "common/tma_rows.cuh"
 #include "ptx/cluster_launch.h"
 #include "ptx/fence.h"
 #include "ptx/setmaxnreg.h"
@@ -73,8 +74,8 @@ struct Loader {
     for (int i = 0; i < kPanels; ++i, ++panels) {
       ring.wait_empty(panels);
       ptx::mbarrier_arrive_expect_tx(ring.full(panels), Tile::kPanelBytes);
-      ptx::tma_load_4d(ring.panel(panels), map, ring.full(panels), i * Tile::kPanelCols,
-                       rows.row0 + kv_block * Tile::kBlockKV, rows.c2, rows.c3, ptx::kEvictLast);
+      load_rows(ring.panel(panels), map, ring.full(panels), i * Tile::kPanelCols,
+                kv_block * Tile::kBlockKV, rows, ptx::kEvictLast);
     }
   }
   __device__ __forceinline__ void load_q(int tile, int first_row, uint32_t used,
@@ -84,9 +85,8 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(full, Tile::kQTileBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kPanelsQK; ++i) {
-      ptx::tma_load_4d(smem.q(tile) + i * Tile::kPanelBytes, &args.q_map, full,
-                       i * Tile::kPanelCols, rows.row0 + first_row + 128 * tile, rows.c2, rows.c3,
-                       ptx::kEvictFirst);
+      load_rows(smem.q(tile) + i * Tile::kPanelBytes, &args.q_map, full, i * Tile::kPanelCols,
+                first_row + 128 * tile, rows, ptx::kEvictFirst);
     }
   }
 
@@ -283,8 +283,8 @@ __device__ __forceinline__ void store(const FwdSmem<Tile>& smem, const FwdArgs& 
       ptx::mbarrier_wait(smem.barrier(kOutFull, t), used % 2);
 #pragma unroll
       for (int i = 0; i < Tile::kPanelsV; ++i) {
-        ptx::tma_store_4d(&args.out_map, smem.out(t) + i * Tile::kPanelBytes, i * Tile::kPanelCols,
-                          at.row0 + w.q_block * Tile::kBlockQ + 128 * t, at.c2, at.c3);
+        store_rows(&args.out_map, smem.out(t) + i * Tile::kPanelBytes, i * Tile::kPanelCols,
+                   w.q_block * Tile::kBlockQ + 128 * t, at);
       }
       ptx::bulk_commit_group();
     }

@@ -2,56 +2,12 @@
 #pragma once
 
 #include "common/launch.h"
-#include "common/tensor_map.h"
+#include "common/tma_rows.h"
 #include "sm90/fwd.h"
 #include "sm90/fwd_store.cuh"
 #include "sm90/tile_counter.h"
 
 namespace flash_cuda::sm90 {
-
-// A tensor of `rows` x heads x batch as the copy engine sees it; see RowMap.
-struct MapSource {
-  const void* base;
-  Stride stride;
-  int columns;   // of the tensor
-  int64_t rows;  // of a batch, or of the packed tensor
-  int heads, batch;
-};
-
-inline RowMap row_map(const MapSource& t, bool packed, bool clipped) {
-  RowMap map;
-  map.clipped = packed || clipped;
-  map.extent = static_cast<int>(t.rows);
-  map.batch_rows = packed ? 0 : static_cast<int>(t.stride.batch / t.stride.row);
-  return map;
-}
-
-inline CUtensorMap tensor_map(const MapSource& t, const RowMap& rows, int box_columns, int box_rows,
-                              DType dtype) {
-  TensorMapShape shape{};
-  if (rows.clipped) {
-    const int64_t last = int64_t(rows.batch_rows) * (rows.batch_rows ? t.batch - 1 : 0);
-    shape.base = static_cast<const char*>(t.base) - t.rows * t.stride.row * 2;
-    shape.dims[2] = last + t.rows + 1;
-    shape.dims[3] = t.heads;
-    shape.strides[1] = t.stride.row;
-    shape.strides[2] = t.stride.head;
-  } else {
-    shape.base = t.base;
-    shape.dims[2] = t.heads;
-    shape.dims[3] = t.batch;
-    shape.strides[1] = t.stride.head;
-    shape.strides[2] = t.stride.batch;
-  }
-  shape.dims[0] = t.columns;
-  shape.dims[1] = t.rows;
-  shape.strides[0] = t.stride.row;
-  shape.box[0] = box_columns;
-  shape.box[1] = box_rows;
-  shape.box[2] = shape.box[3] = 1;
-  shape.swizzle_bytes = box_columns * 2;
-  return make_tensor_map(shape, dtype);
-}
 
 // (batch, head) pairs whose K and V together stay well inside the L2 cache, whole groups.
 inline int heads_section(const FwdParams& p) {
@@ -78,10 +34,10 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
   s.q_rows = row_map(q, packed_q, p.seqused_q);
   s.kv_rows = row_map(k, packed_kv, p.seqused_k || p.leftpad_k);
   s.out_rows = row_map(out, packed_q, false);
-  args.q_map = tensor_map(q, s.q_rows, Tile::kPanelCols, 64, p.dtype);
-  args.k_map = tensor_map(k, s.kv_rows, Tile::kPanelCols, Tile::kBlockKV, p.dtype);
-  args.v_map = tensor_map(v, s.kv_rows, Tile::kPanelCols, Tile::kBlockKV, p.dtype);
-  args.out_map = tensor_map(out, s.out_rows, Tile::kPanelCols, 64, p.dtype);
+  args.q_map = rows_tensor_map(q, s.q_rows, Tile::kPanelCols, 64, p.dtype);
+  args.k_map = rows_tensor_map(k, s.kv_rows, Tile::kPanelCols, Tile::kBlockKV, p.dtype);
+  args.v_map = rows_tensor_map(v, s.kv_rows, Tile::kPanelCols, Tile::kBlockKV, p.dtype);
+  args.out_map = rows_tensor_map(out, s.out_rows, Tile::kPanelCols, 64, p.dtype);
 
   s.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
   // Packed: every sequence, and the rows behind them, may end in a partial tile.

@@ -3,6 +3,7 @@
 
 #include "common/mask.h"
 #include "common/pipeline.cuh"
+#include "common/tma_rows.cuh"
 #include "ptx/fence.h"
 #include "ptx/tma.h"
 #include "sm90/fwd_args.h"
@@ -128,9 +129,8 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
-      ptx::tma_load_4d(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
-                       panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
-                       rows.c3, ptx::kEvictLast);
+      load_rows(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
+                panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows, ptx::kEvictLast);
     }
     ++k_count;
   }
@@ -141,9 +141,8 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
-      ptx::tma_load_4d(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
-                       panel * Tile::kPanelCols, rows.row0 + kv_block * Tile::kBlockKV, rows.c2,
-                       rows.c3, ptx::kEvictLast);
+      load_rows(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
+                panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows, ptx::kEvictLast);
     }
     ++v_count;
   }
@@ -155,9 +154,8 @@ struct Loader {
       ptx::mbarrier_arrive_expect_tx(full, Tile::kQSliceBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
-        ptx::tma_load_4d(smem.q(w) + panel * 64 * Tile::kPanelBytes, &args.q_map, full,
-                         panel * Tile::kPanelCols, rows.row0 + first_row + 64 * w, rows.c2, rows.c3,
-                         ptx::kEvictFirst);
+        load_rows(smem.q(w) + panel * 64 * Tile::kPanelBytes, &args.q_map, full,
+                  panel * Tile::kPanelCols, first_row + 64 * w, rows, ptx::kEvictFirst);
       }
     }
   }

@@ -8,10 +8,11 @@ namespace flash_cuda::sm90 {
 namespace {
 
 // The copy engine wants addresses and strides of whole 16-byte units, and no repeated rows.
+// Strides below 2^33, as in common/tma_rows.h.
 bool map_serves(const void* base, const Stride& stride, bool has_batch_stride, int64_t rows,
                 int heads, int batch) {
   const auto fits = [](int64_t elements, int64_t count) {
-    return count <= 1 || (elements > 0 && elements % 8 == 0 && elements < (int64_t(1) << 38));
+    return count <= 1 || (elements > 0 && elements % 8 == 0 && elements < (int64_t(1) << 33));
   };
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && fits(stride.row, rows) &&
          fits(stride.head, heads) && (!has_batch_stride || fits(stride.batch, batch));

@@ -50,8 +50,8 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile() {
         args.schedule.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
-      ptx::tma_store_4d(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
-                        panel * Tile::kPanelCols, at.row0 + own_q0, at.c2, at.c3);
+      store_rows(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
+                 panel * Tile::kPanelCols, own_q0, at);
     }
     ptx::bulk_commit_group();
     if constexpr (Tile::has(kOutOverQ)) {

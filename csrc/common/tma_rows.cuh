@@ -1,0 +1,29 @@
+// Copies of boxes whose rows are found by a RowMap.
+#pragma once
+
+#include "common/tma_rows.h"
+#include "ptx/tma.h"
+
+namespace flash_cuda {
+
+// From row `row` of the sequence on; rows past its end become zero.
+__device__ __forceinline__ void load_rows(uint32_t dst, const CUtensorMap* map, uint32_t bar,
+                                          int column, int row, const MapRows& at, uint64_t policy) {
+  if (at.clipped) {
+    ptx::tma_load_5d(dst, map, bar, column, at.row0 + row, at.c2, at.c3, kWrapSteps, policy);
+  } else {
+    ptx::tma_load_4d(dst, map, bar, column, at.row0 + row, at.c2, at.c3, policy);
+  }
+}
+
+// Rows past the end are not written.
+__device__ __forceinline__ void store_rows(const CUtensorMap* map, uint32_t src, int column,
+                                           int row, const MapRows& at) {
+  if (at.clipped) {
+    ptx::tma_store_5d(map, src, column, at.row0 + row, at.c2, at.c3, kWrapSteps);
+  } else {
+    ptx::tma_store_4d(map, src, column, at.row0 + row, at.c2, at.c3);
+  }
+}
+
+}  // namespace flash_cuda
