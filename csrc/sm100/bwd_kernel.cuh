@@ -8,6 +8,7 @@
 // barrier says.
 #pragma once
 
+#include "common/tma_rows.cuh"
 #include "ptx/fence.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/tcgen05.h"
@@ -31,8 +32,7 @@ struct BwdLoader {
     ptx::mbarrier_arrive_expect_tx(full, kPanels * Tile::kPanelBytes);
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
-      ptx::tma_load_4d(to + i * Tile::kPanelBytes, map, full, i * Tile::kPanelCols, at.row0 + row,
-                       at.c2, at.c3, policy);
+      load_rows(to + i * Tile::kPanelBytes, map, full, i * Tile::kPanelCols, row, at, policy);
     }
   }
   __device__ __forceinline__ void load_kv(const BwdTask& t) const {
@@ -57,7 +57,9 @@ struct BwdLoader {
                                             uint32_t count) const {
     const RingPlace<Tile::kStagesDout> place{count};
     const uint32_t stage = place.stage();
-    ptx::mbarrier_wait(smem.barrier(kBwdDoutEmpty, stage), place.phase() ^ 1);
+    if (Tile::kDoutHasEmpty) {
+      ptx::mbarrier_wait(smem.barrier(kBwdDoutEmpty, stage), place.phase() ^ 1);
+    }
     load<Tile::kPanelsV>(smem.dout(stage), smem.barrier(kBwdDoutFull, stage), &args.dout_map,
                          args.dout_rows.locate(s.q_row0, s.seqlen_q, head, s.q_batch), row,
                          ptx::kEvictLast);
@@ -66,7 +68,6 @@ struct BwdLoader {
     const RingPlace<Tile::kStagesStats> place{count};
     const uint32_t stage = place.stage(), full = smem.barrier(kBwdStatsFull, stage);
     constexpr int kBytes = Tile::kBlockQ * 4;
-    ptx::mbarrier_wait(smem.barrier(kBwdStatsEmpty, stage), place.phase() ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, 2 * kBytes);
     ptx::bulk_load(smem.lse(stage), args.workspace.lse_log2 + first, kBytes, full);
     ptx::bulk_load(smem.delta(stage), args.workspace.row_dot + first, kBytes, full);
@@ -159,7 +160,7 @@ struct BwdIssuer {
   }
   __device__ __forceinline__ void release_dout(uint32_t count) const {
     const RingPlace<Tile::kStagesDout> place{count};
-    ptx::tcgen05_commit(smem.barrier(kBwdDoutEmpty, place.stage()));
+    if (Tile::kDoutHasEmpty) ptx::tcgen05_commit(smem.barrier(kBwdDoutEmpty, place.stage()));
   }
   __device__ __forceinline__ void issue_dk(uint32_t count) const {
     const RingPlace<Tile::kStagesQ> place{count};
@@ -231,11 +232,11 @@ struct BwdIssuer {
       issue_dv(i);
       issue_dp(i);
       release_dout(i);
+      if (i + 1 == num_steps) ptx::tcgen05_commit(smem.barrier(kBwdDvFull));
       issue_dk(i);
+      if (i + 1 == num_steps) ptx::tcgen05_commit(smem.barrier(kBwdDkFull));
       if (args.workspace.dq) issue_dq();
     }
-    ptx::tcgen05_commit(smem.barrier(kBwdDvFull));
-    ptx::tcgen05_commit(smem.barrier(kBwdDkFull));
   }
 
   __device__ __forceinline__ void run() const {

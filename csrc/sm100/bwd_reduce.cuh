@@ -103,7 +103,9 @@ struct Reduce {
       }
       if (turn) pass_turn(turn, task.turn(at.q_block));
     }
-    if (lane() == 0) ptx::bulk_wait_group<0>();
+    if (lane() == 0) {
+      ptx::bulk_wait_group<0>();
+    }
   }
 };
 

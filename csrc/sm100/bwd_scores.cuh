@@ -7,6 +7,7 @@
 
 #include "common/score_mod.cuh"
 #include "common/softmax.cuh"
+#include "common/tma_rows.cuh"
 #include "ptx/convert.h"
 #include "ptx/math.h"
 #include "ptx/named_barrier.h"
@@ -208,7 +209,6 @@ struct Scores {
     ptx::mbarrier_wait(smem.barrier(kBwdDpFull), blocks % 2);
     ptx::tcgen05_fence_after_thread_sync();
     score_gradients(stage);
-    arrive_warp(smem.barrier(kBwdStatsEmpty, stage));
     ++blocks;
   }
 
@@ -238,8 +238,7 @@ struct Scores {
     ptx::fence_proxy_async_shared();
     ptx::named_barrier_sync(kHalfBarrier + half, 128);
     if (key_row() == 0) {
-      ptx::tma_store_4d(map, staging, panel * Tile::kPanelCols, at.row0 + smem.task().kv0, at.c2,
-                        at.c3);
+      store_rows(map, staging, panel * Tile::kPanelCols, smem.task().kv0, at);
       ptx::bulk_commit_group();
     }
   }
@@ -283,7 +282,9 @@ struct Scores {
       store_gradient<Tile::kHeadDim, Tile::kPanelsV>(&args.dk_map, args.dk_rows, Tile::kTmemDk,
                                                      smem.q(0), p.fwd.softmax_scale);
     }
-    if (key_row() == 0) ptx::bulk_wait_group<0>();
+    if (key_row() == 0) {
+      ptx::bulk_wait_group<0>();
+    }
   }
 };
 

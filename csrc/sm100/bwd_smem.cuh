@@ -18,19 +18,18 @@ struct alignas(8) BwdExchange {
 // Rings have a barrier a stage; the others complete a phase for each block of queries, and the last
 // ones once.
 enum BwdBarrier : int {
-  kBwdQFull = 0,        // ring: the copy engine -> MMA
-  kBwdQEmpty = 2,       // ring: MMA -> load: S and dK have read Q
-  kBwdDoutFull = 4,     // ring: the copy engine -> MMA
-  kBwdDoutEmpty = 6,    // ring: MMA -> load: dP and dV have read dO
-  kBwdStatsFull = 8,    // ring: the copy engine -> scores: lse and delta
-  kBwdStatsEmpty = 10,  // ring: scores -> load
-  kBwdSFull = 12,       // MMA -> scores
-  kBwdPReady,           // scores -> MMA: P is stored, S has been read
-  kBwdDpFull,           // MMA -> scores; dS of the block before has been read
-  kBwdDsReady,          // scores -> MMA: dS is stored, in tensor and in shared memory
-  kBwdDqFull,           // MMA -> reduce
-  kBwdDqEmpty,          // reduce -> MMA: dQ is in registers
-  kBwdKFull,            // the copy engine -> MMA
+  kBwdQFull = 0,      // ring: the copy engine -> MMA
+  kBwdQEmpty = 2,     // ring: MMA -> load: dK is done
+  kBwdDoutFull = 4,   // ring: the copy engine -> MMA
+  kBwdDoutEmpty = 6,  // ring: MMA -> load: dP and dV are done
+  kBwdStatsFull = 8,  // ring: the copy engine -> scores: lse and delta
+  kBwdSFull = 10,     // MMA -> scores
+  kBwdPReady,         // scores -> MMA: P is stored, S has been read
+  kBwdDpFull,         // MMA -> scores; dS of the block before has been read
+  kBwdDsReady,        // scores -> MMA: dS is stored, in tensor and in shared memory
+  kBwdDqFull,         // MMA -> reduce
+  kBwdDqEmpty,        // reduce -> MMA: dQ is in registers
+  kBwdKFull,          // the copy engine -> MMA
   kBwdVFull,
   kBwdDvFull,  // MMA -> scores: complete, and dO's memory is free
   kBwdDkFull,  // the same of dK and Q
@@ -72,8 +71,7 @@ struct BwdSmem {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarpsScores = 8, kWarpsReduce = 4;
     for (int i = 0; i < kBwdBarriers; ++i) {
-      const bool by_scores =
-          i == kBwdStatsEmpty || i == kBwdStatsEmpty + 1 || i == kBwdPReady || i == kBwdDsReady;
+      const bool by_scores = i == kBwdPReady || i == kBwdDsReady;
       const int count = by_scores ? kWarpsScores : i == kBwdDqEmpty ? kWarpsReduce : 1;
       ptx::mbarrier_init(barrier(kBwdQFull, i), count);
     }

@@ -13,7 +13,11 @@ template <int kHeadDim_, int kHeadDimV_, int kStagesQ_, int kStagesDout_, bool k
 struct BwdTile {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kStagesQ = kStagesQ_, kStagesDout = kStagesDout_;
+  // dK of a block is its last product, and follows what reads its dO, lse and delta: the memory of
+  // Q being free tells of theirs, too, unless they have fewer stages.
   static constexpr int kStagesStats = 2;  // lse and delta of a block of queries
+  static constexpr bool kDoutHasEmpty = kStagesDout < kStagesQ;
+  static_assert(kStagesQ <= kStagesStats);
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kBlockQ = 128, kBlockKV = 128;
   static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
