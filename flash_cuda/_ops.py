@@ -44,7 +44,12 @@ def _argument_names(op: Any) -> tuple[str, ...]:
 
 
 FWD_NAMES = _argument_names(FWD)
-_DENSE_OPTIONS = frozenset(_argument_names(FWD_DENSE)[3:])
+_DENSE_NAMES = _argument_names(FWD_DENSE)
+_DENSE_OPTIONS = frozenset(_DENSE_NAMES[3:])
+# Those options in `fwd`, where they stand side by side.
+_DENSE_FROM = FWD_NAMES.index(_DENSE_NAMES[3])
+_DENSE_TO = _DENSE_FROM + len(_DENSE_OPTIONS)
+assert FWD_NAMES[_DENSE_FROM:_DENSE_TO] == _DENSE_NAMES[3:]
 BWD_NAMES = _argument_names(BWD)
 # What `bwd` knows of a forward call. Any other option (cache, pages, scales, qv) has no gradient.
 _BWD_OPTIONS = frozenset(BWD_NAMES) & frozenset(FWD_NAMES)
@@ -296,7 +301,15 @@ def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
         )
         return result
     with _below_autograd():
+        if _is_dense_call(args, kwargs) and _nothing_listens(*args[:3]):
+            return FWD_DENSE(*args[:3], *args[_DENSE_FROM:])
         return FWD(*args, **kwargs)
+
+
+def _is_dense_call(args: tuple[Any, ...], kwargs: Options) -> bool:
+    """Positional arguments of `fwd` that `_fwd_dense` has too; the tensors between are None."""
+    tensors = args[3:_DENSE_FROM]
+    return not kwargs and len(args) <= _DENSE_TO and tensors.count(None) == len(tensors)
 
 
 def _refuse_untracked(options: Options) -> None:
