@@ -1,9 +1,9 @@
 // Online softmax in base 2, on any fragment: p = exp2(s * scale_log2 - ref).
 //
 // A row keeps a reference instead of its maximum. `step_exact` raises it to the running maximum.
-// `step_stale` leaves it alone, which takes the maximum, its shuffles and the rescaling off the
-// critical path; since fp32 is scale-free this costs no accuracy as long as the sum of a block
-// stays under kStaleLimit. A block above it is repaired, by powers of two or from fresh scores.
+// Leaving it alone takes the maximum, its shuffles and the rescaling off the critical path; since
+// fp32 is scale-free this costs no accuracy as long as the sum of a block stays under kStaleLimit.
+// A block above it starts again, with its exact maximum.
 #pragma once
 
 #include "common/fragment.cuh"
@@ -16,12 +16,10 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kFloatMax = 3.402823466e38f;
 
-// Largest sum of a lane's probabilities in one block that needs no repair: every probability then
+// Largest sum of a lane's probabilities in one block that may stay: every probability then
 // fits the 16-bit type (65,504 for float16), and the accumulators keep a wide margin.
 template <DType kDType>
 constexpr float kStaleLimit = kDType == DType::kFloat16 ? 16384.0f : 1.1529215e18f;  // 2^14, 2^60
-// Up to here a repair by a power of two is exact; beyond, values may have overflowed.
-constexpr float kRepairLimit = 1.3292280e36f;  // 2^120
 
 // State of the two rows that a lane shares with its quad in one MmaFragment.
 struct SoftmaxRows {
@@ -59,41 +57,6 @@ struct SoftmaxRows {
         block_sum += p;
       }
       sum[r] = fmaf(sum[r], rescale[r], block_sum);
-    }
-  }
-
-  // Scores to probabilities with the reference as it is; returns the sums of the block's columns.
-  template <class Fragment>
-  __device__ __forceinline__ void step_stale(Fragment& s, float scale_log2,
-                                             float (&block_sum)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float even = 0.0f, odd = 0.0f;
-#pragma unroll
-      for (int c = 0; c < Fragment::kCols; c += 2) {
-        const float p0 = ptx::ex2(fmaf(s.at(r, c), scale_log2, -ref[r]));
-        const float p1 = ptx::ex2(fmaf(s.at(r, c + 1), scale_log2, -ref[r]));
-        s.at(r, c) = p0;
-        s.at(r, c + 1) = p1;
-        even += p0;
-        odd += p1;
-      }
-      block_sum[r] = even + odd;
-    }
-  }
-
-  // Repairs a block of step_stale whose sums are large but finite, by exact powers of two.
-  template <class Fragment>
-  __device__ __forceinline__ void repair_scaled(Fragment& p, const float (&block_sum)[2],
-                                                float (&rescale)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int exponent = max((__float_as_int(quad_sum(block_sum[r])) >> 23) - 127, 0);
-      rescale[r] = __int_as_float((127 - exponent) << 23);
-      ref[r] += static_cast<float>(exponent);
-      sum[r] = (sum[r] + block_sum[r]) * rescale[r];
-#pragma unroll
-      for (int c = 0; c < Fragment::kCols; ++c) p.at(r, c) *= rescale[r];
     }
   }
 

@@ -34,6 +34,11 @@ struct SwizzledTile {
   FLASH_CUDA_HOST_DEVICE static constexpr uint32_t lane_offset(int lane) {
     return offset(lane & 15, lane >> 4);
   }
+  // The same with the two middle matrices exchanged: registers then come as the pairs of an mma's
+  // B operand (from rows that run along k), or as an A operand from a transposed tile.
+  FLASH_CUDA_HOST_DEVICE static constexpr uint32_t lane_offset_crossed(int lane) {
+    return offset((lane & 7) | ((lane >> 4) << 3), (lane >> 3) & 1);
+  }
   FLASH_CUDA_HOST_DEVICE static constexpr uint32_t block16(uint32_t lane_base, int row16,
                                                            int col16) {
     constexpr int kPerGroup = kGroup / 2;

@@ -13,6 +13,10 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, boo
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
+}
+
 // Copies 4 bytes; both addresses are 4-byte aligned.
 __device__ __forceinline__ void cp_async_4(uint32_t smem, const void* gmem, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(gmem),

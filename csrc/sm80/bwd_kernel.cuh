@@ -75,20 +75,23 @@ struct BwdBlock {
     needs_ds = (p.wanted & (kWantDq | kWantDk | kWantDbias)) != 0;
   }
 
-  __device__ bool wants(int what) const { return (p.wanted & what) != 0; }
+  // The plain variant always computes dq, dk and dv.
+  __device__ bool wants(int what) const { return !kGeneral || (p.wanted & what) != 0; }
 
   // ---- loads. Addresses are captured by value: see fwd_kernel.cuh.
   template <int kRows, int kWidth>
   __device__ void load(uint32_t smem, int rows_valid, int width, const void* tensor,
                        const char* first_row, int64_t row_bytes) {
-    const auto address = [first_row, row_bytes](int row) { return first_row + row * row_bytes; };
     if constexpr (kGeneral) {
       if (f.unaligned) {
+        const auto address = [first_row, row_bytes](int row) {
+          return first_row + row * row_bytes;
+        };
         load_rows_unaligned<kRows, kWidth, Tile::kThreads>(smem, rows_valid, width, address);
         return;
       }
     }
-    load_rows<kRows, kWidth, Tile::kThreads>(smem, rows_valid, width, tensor, address);
+    load_tile<kRows, kWidth, Tile::kThreads>(smem, rows_valid, width, tensor, first_row, row_bytes);
   }
   __device__ static const char* row_address(const void* tensor, const Stride& s, int batch_index,
                                             int head_index, int64_t row) {
@@ -137,25 +140,26 @@ struct BwdBlock {
 
   // ---- products
   // Keys x queries: rows of `left` (keys) times rows of `right` (queries).
-  template <class Smem, int kSteps>
-  __device__ void gemm_scores(Scores (&s)[kKeyTiles], uint32_t left, uint32_t right) {
+  template <class Smem, int kSteps, class Beside = Nothing>
+  __device__ void gemm_scores(Scores (&s)[kKeyTiles], uint32_t left, uint32_t right,
+                              Beside beside = {}) {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) s[m].clear();
     const uint32_t a_base = left + Smem::lane_offset(lane) + key_row() * Smem::kRowBytes;
     const uint32_t b_base =
-        right + Smem::lane_offset(lane) + part * Tile::kWidthS * Smem::kRowBytes;
+        right + Smem::lane_offset_crossed(lane) + part * Tile::kWidthS * Smem::kRowBytes;
     warp_gemm<kDType, kKeyTiles, Tile::kWidthS, kSteps>(
         s,
         [&](int k, uint32_t (&a)[kKeyTiles][4]) {
 #pragma unroll
           for (int m = 0; m < kKeyTiles; ++m) load_a_rows_m<Smem>(a[m], a_base, m, k);
         },
-        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_n<Smem>(b, b_base, k, n); });
+        [&](int k, int n, uint32_t (&b)[4]) { load_b_crossed<Smem>(b, b_base, k, n); }, beside);
   }
   // acc += (keys x queries) (queries x head dim), the left side from registers...
-  template <class Smem, int kWidth>
+  template <class Smem, int kWidth, class Beside = Nothing>
   __device__ void gemm_gradient(MmaFragment<kWidth> (&acc)[kKeyTiles], const Operand& left,
-                                uint32_t right) {
+                                uint32_t right, Beside beside = {}) {
     const uint32_t b_base = right + Smem::lane_offset(lane);
     warp_gemm<kDType, kKeyTiles, kWidth, kStepsQ>(
         acc,
@@ -166,7 +170,7 @@ struct BwdBlock {
             for (int i = 0; i < 4; ++i) a[m][i] = left[m][k][i];
           }
         },
-        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<Smem>(b, b_base, k, n); });
+        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<Smem>(b, b_base, k, n); }, beside);
   }
   // ... or, where warps share keys, from shared memory, for this warp's part of the head dim.
   template <class Smem, int kWidth>
@@ -190,14 +194,14 @@ struct BwdBlock {
     MmaFragment<Tile::kWidthDq> dq[Tile::kTilesDq];
 #pragma unroll
     for (int m = 0; m < Tile::kTilesDq; ++m) dq[m].clear();
-    const uint32_t a_base = smem_ds + SmemS::lane_offset(lane);
+    const uint32_t a_base = smem_ds + SmemS::lane_offset_crossed(lane);
     const uint32_t b_base = smem_k + SmemK::lane_offset(lane);
     warp_gemm<kDType, Tile::kTilesDq, Tile::kWidthDq, Tile::kBlockKV / 16>(
         dq,
         [&](int k, uint32_t (&a)[Tile::kTilesDq][4]) {
 #pragma unroll
           for (int m = 0; m < Tile::kTilesDq; ++m) {
-            load_a_rows_k<SmemS>(a[m], a_base, warp_m * Tile::kTilesDq + m, k);
+            load_a_crossed<SmemS>(a[m], a_base, warp_m * Tile::kTilesDq + m, k);
           }
         },
         [&](int k, int n, uint32_t (&b)[4]) {
@@ -233,8 +237,7 @@ struct BwdBlock {
     __syncwarp();  // every KV block before this one has added
   }
   __device__ void pass_turn(int64_t tile) const {
-    __threadfence();
-    __syncwarp();  // every lane has added
+    __syncwarp();  // every lane has added; the release covers what lane 0 has seen of the others
     if (lane == 0) ptx::store_release(turn_of(tile), blocks_before() + 1);
   }
 
@@ -258,38 +261,28 @@ struct BwdBlock {
       }
     }
   }
-  __device__ void probabilities(Scores& s, int stage, int m) {
-    const int q0 = query0(), k0 = key0(m);
-    if (ragged || range.is_masked(q_block)) {
-      apply_mask(s, lane, q0, [&](int row, int& begin, int& end) {
-        const int kv = k0 + row;
-        begin = mask.q_begin(kv);
-        end = kv < seq.seqlen_kv ? mask.q_end(kv) : 0;
-      });
-    }
+  __device__ void mask_scores(Scores& s, int m) {
+    if (!ragged && !range.is_masked(q_block)) return;
+    const int k0 = key0(m);
+    apply_mask(s, lane, query0(), [&](int row, int& begin, int& end) {
+      const int kv = k0 + row;
+      begin = mask.q_begin(kv);
+      end = kv < seq.seqlen_kv ? mask.q_end(kv) : 0;
+    });
+  }
+  // Scores of eight queries to probabilities.
+  __device__ void probabilities(float (&x)[4], float2 lse) const {
     const float scale_log2 = kGeneral ? kLog2e : f.softmax_scale * kLog2e;
 #pragma unroll
-    for (int c = 0; c < Scores::kCols; c += 2) {
-      const float2 lse = stat(stage, 0, c);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        // Rounding must not lift a probability over 1 where logits are huge.
-        s.at(r, c) = ptx::ex2(fminf(fmaf(s.at(r, c), scale_log2, -lse.x), 0.0f));
-        s.at(r, c + 1) = ptx::ex2(fminf(fmaf(s.at(r, c + 1), scale_log2, -lse.y), 0.0f));
-      }
+    for (int i = 0; i < 4; ++i) {
+      // Rounding must not lift a probability over 1 where logits are huge.
+      x[i] = ptx::ex2(fminf(fmaf(x[i], scale_log2, i % 2 ? -lse.y : -lse.x), 0.0f));
     }
   }
-  // dP to dS, given P.
-  __device__ void score_gradients(Scores& dp, const Scores& s, int stage) const {
+  // dP of eight queries to dS, given P.
+  __device__ void score_gradients(float (&dp)[4], const float (&p_values)[4], float2 dot) const {
 #pragma unroll
-    for (int c = 0; c < Scores::kCols; c += 2) {
-      const float2 dot = stat(stage, 1, c);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        dp.at(r, c) = s.at(r, c) * (dp.at(r, c) - dot.x);
-        dp.at(r, c + 1) = s.at(r, c + 1) * (dp.at(r, c + 1) - dot.y);
-      }
-    }
+    for (int i = 0; i < 4; ++i) dp[i] = p_values[i] * (dp[i] - (i % 2 ? dot.y : dot.x));
   }
   // Zeroes what the forward dropped and scales the rest.
   __device__ void drop(Scores& s, float keep_scale, int m) const {
@@ -323,40 +316,107 @@ struct BwdBlock {
       }
     }
   }
-  // This warp's scores as rows of keys in shared memory.
+  // Sixteen queries of this warp's scores as rows of keys in shared memory.
+  __device__ void store_step(uint32_t smem, const uint32_t (&a)[4], int m, int k) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = key_row() + m * 16 + lane / 4 + 8 * (i & 1);
+      const int chunk = part * Tile::kWidthS / 8 + 2 * k + (i >> 1);
+      ptx::store_shared_4(smem + SmemS::offset(row, chunk) + 4 * (lane % 4), a[i]);
+    }
+  }
   __device__ void store_scores(uint32_t smem, const Operand& a) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
-      for (int k = 0; k < Scores::kTiles / 2; ++k) {
+      for (int k = 0; k < Scores::kTiles / 2; ++k) store_step(smem, a[m][k], m, k);
+    }
+  }
+  __device__ void pack(Operand& a, const Scores (&s)[kKeyTiles]) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = key_row() + m * 16 + lane / 4 + 8 * (i & 1);
-          const int chunk = part * Tile::kWidthS / 8 + 2 * k + (i >> 1);
-          ptx::store_shared_4(smem + SmemS::offset(row, chunk) + 4 * (lane % 4), a[m][k][i]);
-        }
-      }
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int k = 0; k < Scores::kTiles / 2; ++k) accumulators_to_a<kDType>(a[m][k], s[m], k);
     }
   }
 
-  // ---- one query tile; P and dS as operands in p_regs and ds_regs
-  __device__ void scores_of_tile(int stage, Operand& p_regs, Operand& ds_regs) {
-    Scores s[kKeyTiles], dp[kKeyTiles], slope[kGeneral ? kKeyTiles : 1];
+  // ---- one query tile; returns with dS in shared memory for all to read
+  // Elementwise work is spread over the products that do not wait for it.
+  __device__ void tile_plain(int stage) {
+    constexpr int kTiles = Scores::kTiles, kPairsS = kTiles / 2, kPairsDv = Tile::kWidthDv / 16;
+    Scores s[kKeyTiles], dp[kKeyTiles];
+    Operand p_regs, ds_regs;
     gemm_scores<SmemK, Tile::kHeadDim / 16>(s, smem_k, stage_q(stage));
 #pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m) {
-      if constexpr (kGeneral) modify_scores(s[m], slope[m], m);
-      probabilities(s[m], stage, m);
-    }
-    if (needs_ds) {
-      gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage));
+    for (int m = 0; m < kKeyTiles; ++m) mask_scores(s[m], m);
+
+    constexpr int kStepsDp = Tile::kHeadDimV / 16 * kPairsS;
+    gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage), [&](auto k, auto n) {
+      constexpr int kStep = k * kPairsS + n;
+#pragma unroll
+      for (int t = kStep * kTiles / kStepsDp; t < (kStep + 1) * kTiles / kStepsDp; ++t) {
+        const float2 lse = stat(stage, 0, 2 * t);
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m) {
+          probabilities(s[m].acc[t], lse);
+          if (t % 2 == 0) continue;
+          accumulators_to_a<kDType>(p_regs[m][t / 2], s[m], t / 2);
+          if constexpr (kShared) store_step(smem_p, p_regs[m][t / 2], m, t / 2);
+        }
+      }
+    });
+    const auto gradients = [&](int t) {
+      const float2 dot = stat(stage, 1, 2 * t);
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m) {
-        if constexpr (kGeneral) {
-          if (f.dropout_p > 0.0f) drop(dp[m], dropout.keep_scale, m);
+        score_gradients(dp[m].acc[t], s[m].acc[t], dot);
+        if (t % 2 == 0) continue;
+        accumulators_to_a<kDType>(ds_regs[m][t / 2], dp[m], t / 2);
+        store_step(smem_ds, ds_regs[m][t / 2], m, t / 2);
+      }
+    };
+    if constexpr (kShared) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) gradients(t);
+      __syncthreads();  // P and dS of all warps are in place
+      gemm_gradient<SmemV>(dv, smem_p, stage_do(stage));
+      gemm_gradient<SmemK>(dk, smem_ds, stage_q(stage));
+      if constexpr (Tile::kStages == 1) __syncthreads();  // every warp is done with this tile
+    } else {
+      constexpr int kStepsDv = kStepsQ * kPairsDv;
+      gemm_gradient<SmemV>(dv, p_regs, stage_do(stage), [&](auto k, auto n) {
+        constexpr int kStep = k * kPairsDv + n;
+#pragma unroll
+        for (int t = kStep * kTiles / kStepsDv; t < (kStep + 1) * kTiles / kStepsDv; ++t) {
+          gradients(t);
         }
-        score_gradients(dp[m], s[m], stage);
-        if constexpr (kGeneral) {
+      });
+      gemm_gradient<SmemK>(dk, ds_regs, stage_q(stage));
+      __syncthreads();  // dS of all warps is in place, and every warp is done with this tile
+    }
+  }
+  // The same with score modifications and for any set of gradients.
+  __device__ void tile_general(int stage) {
+    Operand p_regs, ds_regs;
+    {
+      Scores s[kKeyTiles], dp[kKeyTiles], slope[kKeyTiles];
+      gemm_scores<SmemK, Tile::kHeadDim / 16>(s, smem_k, stage_q(stage));
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        modify_scores(s[m], slope[m], m);
+        mask_scores(s[m], m);
+#pragma unroll
+        for (int t = 0; t < Scores::kTiles; ++t) probabilities(s[m].acc[t], stat(stage, 0, 2 * t));
+      }
+      if (needs_ds) {
+        gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage));
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m) {
+          if (f.dropout_p > 0.0f) drop(dp[m], dropout.keep_scale, m);
+#pragma unroll
+          for (int t = 0; t < Scores::kTiles; ++t) {
+            score_gradients(dp[m].acc[t], s[m].acc[t], stat(stage, 1, 2 * t));
+          }
           if (wants(kWantDbias)) add_to_dbias(dp[m], m);
 #pragma unroll
           for (int c = 0; c < Scores::kCols; ++c) {
@@ -364,34 +424,22 @@ struct BwdBlock {
             dp[m].at(1, c) *= slope[m].at(1, c);
           }
         }
-#pragma unroll
-        for (int k = 0; k < Scores::kTiles / 2; ++k) {
-          accumulators_to_a<kDType>(ds_regs[m][k], dp[m], k);
-        }
+        pack(ds_regs, dp);
       }
-    }
 #pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m) {
-      if constexpr (kGeneral) {
+      for (int m = 0; m < kKeyTiles; ++m) {
         if (f.dropout_p > 0.0f) drop(s[m], dropout.keep_scale, m);
       }
-#pragma unroll
-      for (int k = 0; k < Scores::kTiles / 2; ++k) {
-        accumulators_to_a<kDType>(p_regs[m][k], s[m], k);
-      }
+      pack(p_regs, s);
     }
-  }
-  // dV += P^T dO and dK += dS^T Q; returns with dS in shared memory for all to read.
-  __device__ void gradients_of_tile(int stage, const Operand& p_regs, const Operand& ds_regs) {
+    if (needs_ds) store_scores(smem_ds, ds_regs);
     if constexpr (kShared) {
       store_scores(smem_p, p_regs);
-      if (needs_ds) store_scores(smem_ds, ds_regs);
       __syncthreads();  // P and dS of all warps are in place
       if (wants(kWantDv)) gemm_gradient<SmemV>(dv, smem_p, stage_do(stage));
       if (wants(kWantDk)) gemm_gradient<SmemK>(dk, smem_ds, stage_q(stage));
       if constexpr (Tile::kStages == 1) __syncthreads();  // every warp is done with this tile
     } else {
-      if (needs_ds) store_scores(smem_ds, ds_regs);
       if (wants(kWantDv)) gemm_gradient<SmemV>(dv, p_regs, stage_do(stage));
       if (wants(kWantDk)) gemm_gradient<SmemK>(dk, ds_regs, stage_q(stage));
       __syncthreads();  // dS of all warps is in place, and every warp is done with this tile
@@ -423,9 +471,11 @@ struct BwdBlock {
         load_q_tile(next_head, next_block, stage ^ 1);
         ptx::cp_async_commit();
       }
-      Operand p_regs, ds_regs;
-      scores_of_tile(stage, p_regs, ds_regs);
-      gradients_of_tile(stage, p_regs, ds_regs);
+      if constexpr (kGeneral) {
+        tile_general(stage);
+      } else {
+        tile_plain(stage);
+      }
       if (Tile::kStages == 1 && i + 1 < total) {
         load_q_tile(next_head, next_block, 0);
         ptx::cp_async_commit();

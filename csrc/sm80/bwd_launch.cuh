@@ -14,19 +14,17 @@ namespace flash_cuda::sm80 {
 // Calls `body` with the tile of this call.
 template <int kHeadDim, int kHeadDimV, class Body>
 void with_bwd_tile(const BwdParams& p, Body body) {
-  const auto by_size = [&](auto variant) {
-    constexpr Variant kVariant = decltype(variant)::value;
-    using Large = BwdTile<kHeadDim, kHeadDimV, true, kVariant>;
-    using Small = BwdTile<kHeadDim, kHeadDimV, false, kVariant>;
-    if constexpr (Large::kSmemBytes > Small::kSmemBytes) {
-      if (p.fwd.max_smem_per_block < kLargeSmem) return body(Small{}, variant);
-    }
-    return body(Large{}, variant);
+  const auto by_smem = [&](auto variant) {
+    with_smem_class(p.fwd.max_smem_per_block, [&](auto smem) {
+      using Tile = BwdTile<kHeadDim, kHeadDimV, smem(), variant()>;
+      static_assert(Tile::kSmemBytes <= smem_bytes(smem()));
+      body(typename Tile::Shape{}, variant);
+    });
   };
   if (is_plain(p)) {
-    by_size(std::integral_constant<Variant, Variant::kPlain>{});
+    by_smem(std::integral_constant<Variant, Variant::kPlain>{});
   } else {
-    by_size(std::integral_constant<Variant, Variant::kGeneral>{});
+    by_smem(std::integral_constant<Variant, Variant::kGeneral>{});
   }
 }
 

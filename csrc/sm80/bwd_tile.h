@@ -11,6 +11,7 @@ namespace flash_cuda::sm80 {
 template <int kHeadDim_, int kHeadDimV_, int kBlockQ_, int kBlockKV_, int kSplitD_, int kStages_,
           int kWarpsDq_, int kMinBlocks_, int kKeyTiles_ = 1>
 struct BwdTileShape {
+  using Shape = BwdTileShape;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockQ = kBlockQ_, kBlockKV = kBlockKV_;
   static constexpr int kSplitD = kSplitD_;
@@ -37,21 +38,30 @@ struct BwdTileShape {
 };
 
 // clang-format off
-template <int kHeadDim, int kHeadDimV, bool kLarge, Variant> struct BwdTile;
-//                                                                                    d   dv   q   kv split st dq blocks
-template <bool kLarge, Variant v> struct BwdTile<32, 32, kLarge, v>   : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 3> {};
-template <bool kLarge> struct BwdTile<32, 32, kLarge, Variant::kGeneral>    : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 2> {};
-template <bool kLarge, Variant v> struct BwdTile<64, 64, kLarge, v>   : BwdTileShape< 64,  64, 64,  64, 1, 2, 2, 3> {};
-template <bool kLarge> struct BwdTile<64, 64, kLarge, Variant::kGeneral>    : BwdTileShape< 64,  64, 64,  64, 1, 2, 2, 2> {};
-template <bool kLarge, Variant v> struct BwdTile<96, 96, kLarge, v>   : BwdTileShape< 96,  96, 64,  64, 1, 1, 2, 2> {};
-template <bool kLarge, Variant v> struct BwdTile<128, 128, kLarge, v> : BwdTileShape<128, 128, 64,  64, 1, 1, 2, 2> {};
-template <bool kLarge> struct BwdTile<128, 128, kLarge, Variant::kGeneral>  : BwdTileShape<128, 128, 32,  64, 1, 1, 2, 2> {};
-template <Variant v> struct BwdTile<192, 128, true, v>                : BwdTileShape<192, 128, 32,  64, 2, 2, 2, 1> {};
-template <Variant v> struct BwdTile<192, 128, false, v>               : BwdTileShape<192, 128, 32,  64, 2, 1, 2, 1> {};
-template <Variant v> struct BwdTile<192, 192, true, v>                : BwdTileShape<192, 192, 32,  64, 2, 2, 2, 1> {};
-template <Variant v> struct BwdTile<192, 192, false, v>               : BwdTileShape<192, 192, 32,  64, 2, 1, 2, 1> {};
-template <Variant v> struct BwdTile<256, 256, true, v>                : BwdTileShape<256, 256, 32,  64, 2, 2, 2, 1> {};
-template <Variant v> struct BwdTile<256, 256, false, v>               : BwdTileShape<256, 256, 32,  32, 2, 1, 2, 1> {};
+template <int kHeadDim, int kHeadDimV, SmemClass, Variant> struct BwdTile;
+//                                                                                      d   dv   q   kv split st dq blocks keys
+template <SmemClass s> struct BwdTile<32, 32, s, Variant::kPlain>            : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 3> {};
+template <SmemClass s> struct BwdTile<32, 32, s, Variant::kGeneral>          : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 2> {};
+template <SmemClass s> struct BwdTile<64, 64, s, Variant::kPlain>            : BwdTileShape< 64,  64, 32, 128, 1, 2, 1, 2, 2> {};
+template <> struct BwdTile<64, 64, SmemClass::k99, Variant::kPlain>          : BwdTileShape< 64,  64, 64,  64, 1, 1, 2, 2> {};
+template <SmemClass s> struct BwdTile<64, 64, s, Variant::kGeneral>          : BwdTileShape< 64,  64, 64,  64, 1, 2, 2, 2> {};
+template <SmemClass s, Variant v> struct BwdTile<96, 96, s, v>               : BwdTileShape< 96,  96, 64,  64, 1, 1, 2, 2> {};
+template <SmemClass s> struct BwdTile<128, 128, s, Variant::kPlain>          : BwdTileShape<128, 128, 64, 128, 2, 2, 2, 1, 2> {};
+template <> struct BwdTile<128, 128, SmemClass::k99, Variant::kPlain>        : BwdTileShape<128, 128, 64,  64, 2, 1, 2, 1, 2> {};
+template <SmemClass s> struct BwdTile<128, 128, s, Variant::kGeneral>        : BwdTileShape<128, 128, 32,  64, 1, 1, 2, 2> {};
+template <SmemClass s> struct BwdTile<192, 128, s, Variant::kPlain>          : BwdTileShape<192, 128, 64,  64, 4, 2, 2, 1, 2> {};
+template <SmemClass s> struct BwdTile<192, 128, s, Variant::kGeneral>        : BwdTileShape<192, 128, 32,  64, 2, 2, 2, 1> {};
+template <> struct BwdTile<192, 128, SmemClass::k99, Variant::kPlain>         : BwdTileShape<192, 128, 32,  64, 2, 1, 2, 1> {};
+template <> struct BwdTile<192, 128, SmemClass::k99, Variant::kGeneral>       : BwdTileShape<192, 128, 32,  64, 2, 1, 2, 1> {};
+template <SmemClass s> struct BwdTile<192, 192, s, Variant::kPlain>          : BwdTileShape<192, 192, 64,  64, 4, 2, 2, 1, 2> {};
+template <SmemClass s> struct BwdTile<192, 192, s, Variant::kGeneral>        : BwdTileShape<192, 192, 32,  64, 2, 2, 2, 1> {};
+template <> struct BwdTile<192, 192, SmemClass::k99, Variant::kPlain>         : BwdTileShape<192, 192, 32,  64, 2, 1, 2, 1> {};
+template <> struct BwdTile<192, 192, SmemClass::k99, Variant::kGeneral>       : BwdTileShape<192, 192, 32,  64, 2, 1, 2, 1> {};
+template <> struct BwdTile<256, 256, SmemClass::k227, Variant::kPlain>       : BwdTileShape<256, 256, 64,  64, 4, 2, 2, 1, 2> {};
+template <> struct BwdTile<256, 256, SmemClass::k163, Variant::kPlain>       : BwdTileShape<256, 256, 64,  64, 4, 1, 2, 1, 2> {};
+template <SmemClass s> struct BwdTile<256, 256, s, Variant::kGeneral>        : BwdTileShape<256, 256, 32,  64, 2, 2, 2, 1> {};
+template <> struct BwdTile<256, 256, SmemClass::k99, Variant::kPlain>         : BwdTileShape<256, 256, 32,  32, 2, 1, 2, 1> {};
+template <> struct BwdTile<256, 256, SmemClass::k99, Variant::kGeneral>       : BwdTileShape<256, 256, 32,  32, 2, 1, 2, 1> {};
 // clang-format on
 
 }  // namespace flash_cuda::sm80

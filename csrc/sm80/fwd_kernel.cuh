@@ -2,9 +2,10 @@
 //
 // One thread block computes kBlockQ rows of the output of one head; each warp owns whole rows, so
 // no partial output crosses warps. KV blocks are visited from last to first: the ragged end is met
-// while the softmax reference is still unset. K has two buffers and V one: V(j) and K(j - 1) load
-// while S = Q K(j)^T and the softmax run, and K(j) stays in place until the softmax of its block
-// has been accepted, so that the rare block which jumps over the reference can be computed again.
+// while the softmax reference is still unset. The loop is staggered by one block: with S = Q K(j)^T
+// done, the exponentials of block j run beside the products P V of block j + 1, whose probabilities
+// wait in registers. K(j) stays in place until the softmax of its block has been accepted, so that
+// the rare block which jumps over the reference can be computed again.
 #pragma once
 
 #include "common/dropout.cuh"
@@ -38,6 +39,8 @@ struct FwdBlock {
   ScoreMod score_mod;
   Dropout dropout;
 
+  using Operand = uint32_t[kTilesQ][Tile::kBlockKV / 16][4];  // probabilities as left operands
+
   uint32_t q_regs[Tile::kQInRegs ? kStepsD : 1][kTilesQ][4];
   Output o[kTilesQ];
   SoftmaxRows rows[kTilesQ];
@@ -52,7 +55,7 @@ struct FwdBlock {
         q0(work.block * Tile::kBlockQ),
         smem_q(smem),
         smem_k(smem + Tile::kBytesQ),
-        smem_v(smem_k + Tile::kStagesK * Tile::kBytesK) {
+        smem_v(smem_k + Tile::kStages * Tile::kBytesK) {
     k_view = make_view(p.k, p.k_stride);
     v_view = make_view(p.v, p.v_stride);
     scale_log2 = p.softmax_scale * kLog2e;
@@ -82,6 +85,18 @@ struct FwdBlock {
     }
     load_rows<kRows, kWidth, Tile::kThreads>(smem, rows_valid, width, tensor, row_address);
   }
+  template <int kRows, int kWidth>
+  __device__ void load_kv(uint32_t smem, const KvView<kGeneral>& view, int kv0, int width,
+                          const void* tensor) {
+    const int valid = seq.seqlen_kv - kv0;
+    if constexpr (kGeneral) {
+      load<kRows, kWidth>(smem, valid, width, tensor,
+                          [view, kv0](int row) { return view.row(kv0 + row); });
+    } else {
+      load_tile<kRows, kWidth, Tile::kThreads>(smem, valid, width, tensor, view.row(kv0),
+                                               view.row_bytes);
+    }
+  }
   __device__ void load_q() {
     const char* base = static_cast<const char*>(p.q) +
                        2 * (seq.q_batch * p.q_stride.batch + head * p.q_stride.head +
@@ -91,19 +106,18 @@ struct FwdBlock {
         [base, stride = 2 * p.q_stride.row](int row) { return base + row * stride; });
   }
   __device__ void load_k(int kv_block) {
-    const int kv0 = kv_block * Tile::kBlockKV;
-    load<Tile::kBlockKV, Tile::kHeadDim>(
-        k_stage(kv_block), seq.seqlen_kv - kv0, p.head_dim, p.k,
-        [view = k_view, kv0](int row) { return view.row(kv0 + row); });
+    load_kv<Tile::kBlockKV, Tile::kHeadDim>(k_stage(kv_block), k_view, kv_block * Tile::kBlockKV,
+                                            p.head_dim, p.k);
   }
   __device__ void load_v(int kv_block) {
-    const int kv0 = kv_block * Tile::kBlockKV;
-    load<Tile::kBlockKV, Tile::kHeadDimV>(
-        smem_v, seq.seqlen_kv - kv0, p.head_dim_v, p.v,
-        [view = v_view, kv0](int row) { return view.row(kv0 + row); });
+    load_kv<Tile::kBlockKV, Tile::kHeadDimV>(v_stage(kv_block), v_view, kv_block * Tile::kBlockKV,
+                                             p.head_dim_v, p.v);
   }
   __device__ uint32_t k_stage(int kv_block) const {
     return smem_k + (kv_block & 1) * Tile::kBytesK;
+  }
+  __device__ uint32_t v_stage(int kv_block) const {
+    return smem_v + (kv_block & 1) * Tile::kBytesV;
   }
 
   // ---- products
@@ -120,7 +134,8 @@ struct FwdBlock {
     }
   }
   __device__ void gemm_qk(Scores (&s)[kTilesQ], int kv_block) {
-    const uint32_t q_base = q_lane_base(), k_base = k_stage(kv_block) + SmemQ::lane_offset(lane);
+    const uint32_t q_base = q_lane_base(),
+                   k_base = k_stage(kv_block) + SmemQ::lane_offset_crossed(lane);
 #pragma unroll
     for (int m = 0; m < kTilesQ; ++m) s[m].clear();
     warp_gemm<kDType, kTilesQ, Tile::kBlockKV, kStepsD>(
@@ -136,17 +151,21 @@ struct FwdBlock {
             }
           }
         },
-        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_n<SmemQ>(b, k_base, k, n); });
+        [&](int k, int n, uint32_t (&b)[4]) { load_b_crossed<SmemQ>(b, k_base, k, n); });
   }
-  __device__ void gemm_pv(const Scores (&s)[kTilesQ]) {
-    const uint32_t v_base = smem_v + SmemV::lane_offset(lane);
+  template <class Beside = Nothing>
+  __device__ void gemm_pv(const Operand& probabilities, int kv_block, Beside beside = {}) {
+    const uint32_t v_base = v_stage(kv_block) + SmemV::lane_offset(lane);
     warp_gemm<kDType, kTilesQ, Tile::kHeadDimV, Tile::kBlockKV / 16>(
         o,
         [&](int k, uint32_t (&a)[kTilesQ][4]) {
 #pragma unroll
-          for (int m = 0; m < kTilesQ; ++m) accumulators_to_a<kDType>(a[m], s[m], k);
+          for (int m = 0; m < kTilesQ; ++m) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[m][i] = probabilities[m][k][i];
+          }
         },
-        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<SmemV>(b, v_base, k, n); });
+        [&](int k, int n, uint32_t (&b)[4]) { load_b_rows_k<SmemV>(b, v_base, k, n); }, beside);
   }
 
   // ---- scores to probabilities
@@ -184,47 +203,64 @@ struct FwdBlock {
       for (int c = 0; c < Output::kCols; ++c) o[m].at(r, c) *= rescale[r];
     }
   }
-  // An interior block: the reference stays, and the sums tell afterwards whether it could.
-  __device__ void softmax_stale(Scores (&s)[kTilesQ], int kv_block) {
-    float sums[kTilesQ][2];
-    bool large = false;
+  // An interior block: the reference stays, and the sums tell afterwards whether it could. The
+  // exponentials run beside the products of the block before it.
+  __device__ void softmax_stale(Scores (&s)[kTilesQ], Operand& probabilities, int kv_block) {
+    float sums[kTilesQ][2][2];
 #pragma unroll
     for (int m = 0; m < kTilesQ; ++m) {
       if constexpr (kGeneral) modify_scores(s[m], m, kv_block);
-      rows[m].step_stale(s[m], scale_log2, sums[m]);
-      large |= !(sums[m][0] <= kStaleLimit<kDType>) || !(sums[m][1] <= kStaleLimit<kDType>);
+      sums[m][0][0] = sums[m][0][1] = sums[m][1][0] = sums[m][1][1] = 0.0f;
+    }
+    constexpr int kPairsN = Tile::kHeadDimV / 16, kValues = 8 * kTilesQ;
+    gemm_pv(probabilities, kv_block + 1, [&](auto k, auto n) {
+      constexpr int kBegin = n * kValues / kPairsN, kEnd = (n + 1) * kValues / kPairsN;
+#pragma unroll
+      for (int i = kBegin; i < kEnd; ++i) {
+        const int m = i / 8, t = 2 * k + i % 8 / 4, r = i % 4 / 2, c = i % 2;
+        float& x = s[m].acc[t][2 * r + c];
+        x = ptx::ex2(fmaf(x, scale_log2, -rows[m].ref[r]));
+        sums[m][r][c] += x;
+      }
+      if constexpr (n + 1 == kPairsN) {
+        if (!kGeneral) pack_step(probabilities, s, k);
+      }
+    });
+    bool large = false;
+#pragma unroll
+    for (int m = 0; m < kTilesQ; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sums[m][r][0] += sums[m][r][1];
+        large |= !(sums[m][r][0] <= kStaleLimit<kDType>);
+      }
     }
     if (__any_sync(0xffffffffu, large)) {
       __syncwarp();
-      repair(s, sums, kv_block);
+      repair(s, probabilities, kv_block);
+      __syncwarp();
     } else {
 #pragma unroll
       for (int m = 0; m < kTilesQ; ++m) {
-        rows[m].sum[0] += sums[m][0];
-        rows[m].sum[1] += sums[m][1];
+        rows[m].sum[0] += sums[m][0][0];
+        rows[m].sum[1] += sums[m][1][0];
       }
     }
   }
-  // Rare. Sums that did not overflow are scaled down; others start again from K, still in place.
-  __device__ void repair(Scores (&s)[kTilesQ], float (&sums)[kTilesQ][2], int kv_block) {
-    bool lost = false;
+  __device__ void pack_step(Operand& probabilities, const Scores (&s)[kTilesQ], int k) const {
 #pragma unroll
-    for (int m = 0; m < kTilesQ; ++m) {
-      lost |= !(sums[m][0] < kRepairLimit) || !(sums[m][1] < kRepairLimit);
-    }
-    if (!__any_sync(0xffffffffu, lost)) {
+    for (int m = 0; m < kTilesQ; ++m) accumulators_to_a<kDType>(probabilities[m][k], s[m], k);
+  }
+  __device__ void pack(Operand& probabilities, const Scores (&s)[kTilesQ]) const {
 #pragma unroll
-      for (int m = 0; m < kTilesQ; ++m) {
-        float rescale[2];
-        rows[m].repair_scaled(s[m], sums[m], rescale);
-        scale_output(m, rescale);
-      }
-    } else {
-      recompute_qk(s, kv_block);
+    for (int k = 0; k < Tile::kBlockKV / 16; ++k) pack_step(probabilities, s, k);
+  }
+  // Rare: the block starts again from K, which is still in place.
+  __device__ void repair(Scores (&s)[kTilesQ], Operand& probabilities, int kv_block) {
+    recompute_qk(s, kv_block);
 #pragma unroll
-      for (int m = 0; m < kTilesQ; ++m) softmax_exact(s[m], m, kv_block, false);
-    }
-    __syncwarp();
+    for (int m = 0; m < kTilesQ; ++m) softmax_exact(s[m], m, kv_block, false);
+    if (!kGeneral) pack(probabilities, s);
   }
   // As gemm_qk, with few registers: it must not weigh on the allocation of the main loop.
   __device__ void recompute_qk(Scores (&s)[kTilesQ], int kv_block) {
@@ -273,12 +309,12 @@ struct FwdBlock {
       __syncthreads();  // Q has arrived
       load_q_regs();
     }
-    bool settled = false;  // every row of this warp has met a key
+    Operand probabilities;  // of the block before
+    bool settled = false;   // every row of this warp has met a key
     for (int kv_block = range.end - 1; kv_block >= range.begin; --kv_block) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // K(j) has arrived; every warp is done with V(j + 1) and K(j + 1)
+      __syncthreads();  // K(j) and V(j + 1) have arrived; every warp is done with those before
       load_v(kv_block);
-      ptx::cp_async_commit();
       if (kv_block > range.begin) load_k(kv_block - 1);
       ptx::cp_async_commit();
 
@@ -286,6 +322,7 @@ struct FwdBlock {
       gemm_qk(s, kv_block);
       const bool masked = range.is_masked(kv_block);
       if (masked || !settled || p.strict) {
+        if (kv_block + 1 < range.end) gemm_pv(probabilities, kv_block + 1);
         bool all = true;
 #pragma unroll
         for (int m = 0; m < kTilesQ; ++m) {
@@ -293,19 +330,21 @@ struct FwdBlock {
           all = all && rows[m].settled();
         }
         settled = __all_sync(0xffffffffu, all);
+        if (!kGeneral) pack(probabilities, s);
       } else {
-        softmax_stale(s, kv_block);
+        softmax_stale(s, probabilities, kv_block);
       }
       if constexpr (kGeneral) {
         if (p.dropout_p > 0.0f) {
 #pragma unroll
           for (int m = 0; m < kTilesQ; ++m) drop_scores(s[m], m, kv_block);
         }
+        pack(probabilities, s);
       }
-      ptx::cp_async_wait<1>();
-      __syncthreads();  // V(j) has arrived
-      gemm_pv(s);
     }
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the last V has arrived
+    gemm_pv(probabilities, range.begin);
   }
 
   // ---- epilogue: normalise, then 16-byte rows through this warp's own part of Q's buffer

@@ -32,19 +32,11 @@ void launch_fwd_tile(const FwdParams& p, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim, int kHeadDimV, Variant kVariant>
 void launch_fwd_variant(const FwdParams& p, cudaStream_t stream) {
-  if constexpr (kVariant == Variant::kPlain && kHasShortTile<kHeadDim, kHeadDimV>) {
-    if (p.window_right < kUnbounded && p.seqlen_q <= kShortRows) {
-      return launch_fwd_tile<ShortFwdTile<kHeadDim, kHeadDimV>, kDType, kVariant>(p, stream);
-    }
-  }
-  using Large = FwdTile<kHeadDim, kHeadDimV, true, kVariant>;
-  using Small = FwdTile<kHeadDim, kHeadDimV, false, kVariant>;
-  if constexpr (Large::kSmemBytes > Small::kSmemBytes) {
-    if (p.max_smem_per_block < kLargeSmem) {
-      return launch_fwd_tile<Small, kDType, kVariant>(p, stream);
-    }
-  }
-  launch_fwd_tile<Large, kDType, kVariant>(p, stream);
+  with_smem_class(p.max_smem_per_block, [&](auto smem) {
+    using Tile = FwdTile<kHeadDim, kHeadDimV, smem(), kVariant>;
+    static_assert(Tile::kSmemBytes <= smem_bytes(smem()));
+    launch_fwd_tile<typename Tile::Shape, kDType, kVariant>(p, stream);
+  });
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>

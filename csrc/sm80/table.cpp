@@ -31,7 +31,7 @@ size_t no_workspace(const FwdParams&) { return 0; }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 constexpr FwdKernel fwd_row(const char* name) {
-  using Tile = FwdTile<kHeadDim, kHeadDimV, true, Variant::kPlain>;
+  using Tile = FwdTile<kHeadDim, kHeadDimV, SmemClass::k163, Variant::kPlain>;
   return {name,
           80,
           kDType,
@@ -63,7 +63,7 @@ constexpr FwdKernel decode_row(const char* name) {
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
 constexpr BwdKernel bwd_row(const char* name) {
-  using Tile = BwdTile<kHeadDim, kHeadDimV, true, Variant::kPlain>;
+  using Tile = BwdTile<kHeadDim, kHeadDimV, SmemClass::k163, Variant::kPlain>;
   return {name,
           80,
           kDType,

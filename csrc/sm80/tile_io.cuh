@@ -40,6 +40,34 @@ __device__ __forceinline__ void load_rows(uint32_t smem, int rows_valid, int wid
   }
 }
 
+// The same where rows lie row_bytes apart; `first` is row 0 and only read where rows_valid > 0. A
+// whole tile, which is nearly every one, costs two additions and a copy for 16 bytes.
+template <int kRows, int kWidth, int kThreads>
+__device__ __forceinline__ void load_tile(uint32_t smem, int rows_valid, int width,
+                                          const void* any_address, const char* first,
+                                          int64_t row_bytes) {
+  using Smem = SwizzledTile<kWidth>;
+  constexpr int kLanes = Smem::kGroup, kRowStep = kThreads / kLanes;
+  constexpr bool kUniformSwizzle = kRowStep % 8 == 0;  // rows of a thread permute alike
+  if (kUniformSwizzle && kRows % kRowStep == 0 && rows_valid >= kRows && width == kWidth) {
+    const int row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+    const char* source = first + row * row_bytes + chunk * 16;
+    const uint32_t target = smem + Smem::offset(row, chunk);
+#pragma unroll
+    for (int i = 0; i < kRows / kRowStep; ++i) {
+#pragma unroll
+      for (int j = 0; j < Smem::kChunks / kLanes; ++j) {
+        ptx::cp_async_16(target + i * kRowStep * Smem::kRowBytes + j * Smem::kGroupBytes,
+                         source + j * Smem::kGroupBytes);
+      }
+      source += kRowStep * row_bytes;
+    }
+    return;
+  }
+  load_rows<kRows, kWidth, kThreads>(smem, rows_valid, width, any_address,
+                                     [=](int row) { return first + row * row_bytes; });
+}
+
 // The same for tensors whose rows are not 16-byte aligned: plain 2-byte loads, then one store.
 template <int kRows, int kWidth, int kThreads, class RowAddress>
 __device__ __noinline__ void load_rows_unaligned(uint32_t smem, int rows_valid, int width,
@@ -63,12 +91,19 @@ __device__ __forceinline__ void for_each_index(std::integer_sequence<int, kIndex
   (body(std::integral_constant<int, kIndex>{}), ...);
 }
 
+struct Nothing {
+  template <class K, class N>
+  __device__ __forceinline__ void operator()(K, N) const {}
+};
+
 // acc += A B for one warp. A: kTilesM tiles of 16 rows, given as registers by load_a(k, a);
 // B: kSteps x 16 deep, kWidthN wide, given in pairs of 8-column tiles by load_b(k, n, b). The
-// operands of the next step are fetched before the products of this one.
-template <DType kDType, int kTilesM, int kWidthN, int kSteps, class LoadA, class LoadB>
+// operands of the next step are fetched before the products of this one. `beside(k, n)` follows the
+// products of each step: other work of the warp that is to run beside them.
+template <DType kDType, int kTilesM, int kWidthN, int kSteps, class LoadA, class LoadB,
+          class Beside = Nothing>
 __device__ __forceinline__ void warp_gemm(MmaFragment<kWidthN> (&acc)[kTilesM], LoadA load_a,
-                                          LoadB load_b) {
+                                          LoadB load_b, Beside beside = {}) {
   constexpr int kPairsN = kWidthN / 16, kTotal = kSteps * kPairsN;
   uint32_t a[2][kTilesM][4], b[2][4];
   load_a(0, a[0]);
@@ -84,9 +119,21 @@ __device__ __forceinline__ void warp_gemm(MmaFragment<kWidthN> (&acc)[kTilesM], 
       ptx::mma_m16n8k16<kDType>(acc[m].acc[2 * n], a[k % 2][m], b[step % 2][0], b[step % 2][1]);
       ptx::mma_m16n8k16<kDType>(acc[m].acc[2 * n + 1], a[k % 2][m], b[step % 2][2], b[step % 2][3]);
     }
+    beside(std::integral_constant<int, k>{}, std::integral_constant<int, n>{});
   });
 }
 
+// B operand from rows that run along k (Q K^T), without moving a register: `lane_base` has
+// lane_offset_crossed.
+template <class Smem>
+__device__ __forceinline__ void load_b_crossed(uint32_t (&b)[4], uint32_t lane_base, int k, int n) {
+  ptx::ldmatrix_x4(b, Smem::block16(lane_base, n, k));
+}
+// A operand from rows that run along m, a transposed tile; also with lane_offset_crossed.
+template <class Smem>
+__device__ __forceinline__ void load_a_crossed(uint32_t (&a)[4], uint32_t lane_base, int m, int k) {
+  ptx::ldmatrix_x4_trans(a, Smem::block16(lane_base, k, m));
+}
 // B operand from rows that run along k (Q K^T): tile n pairs share the addresses of an A operand.
 template <class Smem>
 __device__ __forceinline__ void load_b_rows_n(uint32_t (&b)[4], uint32_t lane_base, int k, int n) {
@@ -104,14 +151,6 @@ template <class Smem>
 __device__ __forceinline__ void load_a_rows_m(uint32_t (&a)[4], uint32_t lane_base, int m, int k) {
   ptx::ldmatrix_x4(a, Smem::block16(lane_base, m, k));
 }
-// A operand from rows that run along m, a transposed tile.
-template <class Smem>
-__device__ __forceinline__ void load_a_rows_k(uint32_t (&a)[4], uint32_t lane_base, int m, int k) {
-  uint32_t r[4];
-  ptx::ldmatrix_x4_trans(r, Smem::block16(lane_base, k, m));
-  a[0] = r[0], a[1] = r[2], a[2] = r[1], a[3] = r[3];
-}
-
 // Columns [16 k, 16 k + 16) of accumulators as the A operand of the next product.
 template <DType kDType, int kWidth>
 __device__ __forceinline__ void accumulators_to_a(uint32_t (&a)[4], const MmaFragment<kWidth>& f,

@@ -31,7 +31,8 @@ inline bool is_plain(const FwdParams& p) {
 inline bool is_plain(const BwdParams& p) {
   FwdParams f = p.fwd;
   f.sink = nullptr;
-  return is_plain(f) && !is_unaligned(p);
+  constexpr int kAll = kWantDq | kWantDk | kWantDv;
+  return is_plain(f) && !is_unaligned(p) && (p.wanted & kAll) == kAll;
 }
 
 }  // namespace flash_cuda::sm80

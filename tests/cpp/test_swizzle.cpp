@@ -51,13 +51,18 @@ void test_ldmatrix() {
   using Tile = SwizzledTile<kWidth>;
   for (int row16 = 0; row16 < 4; ++row16) {
     for (int col16 = 0; col16 < kWidth / 16; ++col16) {
-      std::vector<uint32_t> addresses;
+      std::vector<uint32_t> addresses, crossed;
       for (int lane = 0; lane < 32; ++lane) {
         const uint32_t at = Tile::block16(Tile::lane_offset(lane), row16, col16);
         EXPECT(at == Tile::element(16 * row16 + lane % 16, 16 * col16 + lane / 16 * 8));
         addresses.push_back(at);
+        const int matrix = lane / 8;  // the second and the third change places
+        crossed.push_back(Tile::block16(Tile::lane_offset_crossed(lane), row16, col16));
+        EXPECT(crossed.back() ==
+               Tile::element(16 * row16 + matrix / 2 * 8 + lane % 8, 16 * col16 + matrix % 2 * 8));
       }
       EXPECT(conflicts(addresses, 16) == 0);
+      EXPECT(conflicts(crossed, 16) == 0);
     }
   }
 }
