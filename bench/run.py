@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import re
 import signal
@@ -46,7 +47,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--backends", help="names with commas, or `all` (default: those of the suite)")
     add("--filter", default="", metavar="REGEX", help="only cases whose key matches")
     add("--passes", help="only these, of fwd, bwd, fwd+bwd, with commas")
-    add("--json", type=Path, metavar="FILE", help="write the report here")
+    add("--json", type=Path, metavar="FILE", help="write the report here, after every case")
     add("--plot", type=Path, metavar="DIR", help="write charts here, PNG and SVG")
     add("--html", type=Path, metavar="FILE", help="write a page with tables and charts here")
     add("--save", action="store_true", help="write bench/results/<card>/<date>.json")
@@ -66,6 +67,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--no-warm", action="store_true", help="no compiling of peers in parallel beforehand")
     add("--no-derived", action="store_true", help="no stand-in for an absent FlashAttention-3")
     add("--seed", type=int, default=0)
+    add(
+        "--stall",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="say where it stands when nothing moves for so long (default: 300)",
+    )
     add("--list", action="store_true", help="show suites and backends, run nothing")
     return parser.parse_args(argv)
 
@@ -164,6 +172,14 @@ def to_json(report: dict[str, Any]) -> str:
     return rest.replace('"results": []', f'"results": [\n{lines}\n ]') + "\n"
 
 
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Writes a report; one that is there already stays whole until the new one is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(to_json(report))
+    draft.replace(path)
+
+
 def write_outputs(report: dict[str, Any], args: argparse.Namespace) -> None:
     """JSON, charts, page."""
     targets = [args.json] if args.json else []
@@ -171,8 +187,7 @@ def write_outputs(report: dict[str, Any], args: argparse.Namespace) -> None:
         facts = report["machine"]
         targets.append(RESULTS / facts["card"] / f"{facts['date']}.json")
     for path in targets:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_json(report))
+        write_json(report, path)
         print(f"report: {path}")
     if args.plot or args.html:
         from . import html, plot
@@ -235,10 +250,21 @@ def main(argv: list[str] | None = None) -> int:
         derive=not args.no_derived,
     )
     progress = Progress()
+
+    def on_case(done: int, total: int, text: str) -> None:
+        # A kernel that hangs cannot be interrupted from here, but it can be named.
+        faulthandler.dump_traceback_later(args.stall, file=sys.__stderr__)
+        progress.update(done, total, text)
+
+    def on_report(report: dict[str, Any]) -> None:
+        if args.json:
+            write_json(report, args.json)
+
     try:
         with sigterm_as_interrupt():
-            report = run_suites(suites, backends, absent, settings, progress.update)
+            report = run_suites(suites, backends, absent, settings, on_case, on_report)
     finally:
+        faulthandler.cancel_dump_traceback_later()
         progress.close()
     table.show(report)
     write_outputs(report, args)

@@ -371,12 +371,49 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+@dataclass
+class Outcome:
+    """What a run finds beside its results."""
+
+    facts: dict[str, Any]  # of the machine
+    ceilings: list[machine.Ceiling] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    device_lost: str | None = None
+    interrupted: bool = False
+    begin: float = field(default_factory=time.perf_counter)
+
+    def report(self, runner: Runner, suites: list[Suite], absent: dict[str, str]) -> dict[str, Any]:
+        """The report as far as the run has come."""
+        settings, present = runner.settings, runner.backends
+        report = {
+            "schema": SCHEMA,
+            "machine": self.facts,
+            "settings": asdict(settings) | {"device": str(settings.device)},
+            "telemetry_source": runner.telemetry.source,
+            "suites": [suite.name for suite in suites],
+            "cases": {case.key: case.as_dict() for suite in suites for case in suite.cases},
+            "backends": {b.name: {"status": "present", "version": b.version()} for b in present}
+            | {name: {"status": "absent", "reason": reason} for name, reason in absent.items()},
+            "ceiling": machine.ceiling_dicts(self.ceilings),
+            "seconds": round(time.perf_counter() - self.begin, 1),
+            "skipped": list(self.skipped),
+            "interrupted": self.interrupted,
+            "broken": list(self.broken),
+            "device_lost": self.device_lost,
+            "results": [dict(entry) for entry in runner.results],
+        }
+        derived.complete(report, settings.derive)
+        return report
+
+
 def run_suites(
     suites: list[Suite],
     backends: list[Backend],
     absent: dict[str, str],
     settings: Settings,
     on_case: Callable[[int, int, str], None],
+    on_report: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Runs suites and returns the report that run.py writes as JSON.
 
@@ -386,60 +423,44 @@ def run_suites(
         absent: name and reason of those that are not.
         settings: how to measure.
         on_case: told the number of the case, of how many, and what is being done.
+        on_report: told the report so far after every case.
     """
     cases = [case for suite in suites for case in suite.cases]
     clock: Clock = CudaClock() if settings.device.type == "cuda" else CpuClock()
     telemetry = machine.Telemetry(settings.device)
+    outcome = Outcome(machine.describe(settings.device))
     budget = Budget(settings.budget_seconds, len(cases))
     runner = Runner(settings, backends, clock, telemetry)
-    ceilings: list[machine.Ceiling] = []
-    skipped: list[str] = []
-    broken: list[str] = []
-    lost, interrupted = None, False
-    begin = time.perf_counter()
+
+    def ceiling(when: str) -> None:
+        outcome.ceilings.append(machine.measure_ceiling(when, settings.device, clock))
+
     try:
-        ceilings.append(machine.measure_ceiling("start", settings.device, clock))
+        ceiling("start")
         for number, case in enumerate(cases):
             budget.cases_left = len(cases) - number
-            if budget.left <= 0 or interrupted:
-                skipped.append(case.key)
+            if budget.left <= 0 or outcome.interrupted:
+                outcome.skipped.append(case.key)
                 continue
             runner.progress = lambda text, n=number: on_case(n, len(cases), text)
             try:
                 runner.progress(case.label)
                 if number == len(cases) // 2 and number:
-                    ceilings.append(machine.measure_ceiling("middle", settings.device, clock))
+                    ceiling("middle")
                 runner.run_case(case, budget)
+                on_report(outcome.report(runner, suites, absent))
             except DeviceLost:
                 raise
             except KeyboardInterrupt:  # what was measured so far is worth keeping
-                interrupted = True
-                skipped.append(case.key)
+                outcome.interrupted = True
+                outcome.skipped.append(case.key)
             except Exception as error:  # a fault of ours must not cost the cases before and after
                 traceback.print_exc()
-                broken.append(f"{case.key}: {first_line(error)}")
+                outcome.broken.append(f"{case.key}: {first_line(error)}")
                 runner.synchronize(case.label)
-        ceilings.append(machine.measure_ceiling("end", settings.device, clock))
+        ceiling("end")
     except DeviceLost as error:
-        lost = str(error)
+        outcome.device_lost = str(error)
     finally:
         telemetry.close()
-    report = {
-        "schema": SCHEMA,
-        "machine": machine.describe(settings.device),
-        "settings": asdict(settings) | {"device": str(settings.device)},
-        "telemetry_source": telemetry.source,
-        "suites": [suite.name for suite in suites],
-        "cases": {case.key: case.as_dict() for case in cases},
-        "backends": {b.name: {"status": "present", "version": b.version()} for b in backends}
-        | {name: {"status": "absent", "reason": reason} for name, reason in absent.items()},
-        "ceiling": machine.ceiling_dicts(ceilings),
-        "seconds": round(time.perf_counter() - begin, 1),
-        "skipped": skipped,
-        "interrupted": interrupted,
-        "broken": broken,
-        "device_lost": lost,
-        "results": runner.results,
-    }
-    derived.complete(report, settings.derive)
-    return report
+    return outcome.report(runner, suites, absent)

@@ -1,7 +1,8 @@
 """How things are timed.
 
 A rate is the median of single calls between two events. Before each call the GPU is given a spin
-kernel that lasts longer than the host needs to issue the call, so host time never shows. Backends
+kernel that lasts longer than the host needs to issue the call, so host time never shows; where the
+host was later all the same, the call is measured again behind a longer one. Backends
 take turns within a round and their order rotates from round to round; each call uses another set
 of inputs, so that neither the L2 cache nor the clock favours one. `soak` is the other regime: calls
 back to back at the power limit, where rankings can differ.
@@ -47,6 +48,8 @@ class CudaClock:
     """Events on the current CUDA stream."""
 
     SPIN_CYCLES_PER_MS = 2_000_000  # at the highest clock, so never too short
+    LEAST_SPIN_MS, MOST_SPIN_MS = 0.5, 50.0
+    ATTEMPTS = 4  # a call that waits for the device itself is later than any spin
 
     def __init__(self) -> None:
         """Makes one pair of events, used again for every call."""
@@ -58,13 +61,20 @@ class CudaClock:
 
     def measure(self, call: Call, host_ms: float) -> float:
         """Times one call that is queued while the GPU still spins."""
-        spin_ms = min(20.0, max(0.3, 2 * host_ms + 0.1))
+        spin_ms = max(self.LEAST_SPIN_MS, 2 * host_ms)
         begin, end = self._pair
-        torch.cuda._sleep(int(spin_ms * self.SPIN_CYCLES_PER_MS))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
+        for _ in range(self.ATTEMPTS):
+            spin_ms = min(spin_ms, self.MOST_SPIN_MS)
+            start = self.now()
+            torch.cuda._sleep(int(spin_ms * self.SPIN_CYCLES_PER_MS))
+            begin.record()
+            call()
+            end.record()
+            issued_ms = 1e3 * (self.now() - start)
+            end.synchronize()
+            if issued_ms < spin_ms or spin_ms >= self.MOST_SPIN_MS:
+                break
+            spin_ms = 2 * issued_ms
         return float(begin.elapsed_time(end))
 
     def synchronize(self) -> None:

@@ -151,6 +151,8 @@ class Flex(Backend):
         # A graph a shape and mask; beyond the limit FlexAttention would run without a kernel.
         torch._dynamo.config.recompile_limit = 256
         torch._dynamo.config.fail_on_recompile_limit_hit = True
+        # A graph of which only the backward is timed is kept, and with it what it would reuse.
+        importlib.import_module("torch._functorch.config").donated_buffer = False
         self.attend = torch.compile(self.module.flex_attention, dynamic=False)
 
     def setup(self, case: Case, x: Inputs) -> Forward:

@@ -17,6 +17,7 @@ from bench.cases import Case, Suite, make_case
 from bench.inputs import Inputs, make_inputs
 from bench.machine import Ceiling
 from bench.runner import Settings, run_suites
+from bench.timing import CudaClock
 
 
 class FakeCuda:
@@ -143,6 +144,26 @@ def test_events_measure_the_device_alone(cuda: FakeCuda) -> None:
     assert found["flash_cuda"]["telemetry"]["power_w"] == 2.0
     assert min(cuda.spins) >= 0.3
     assert not cuda.captured
+
+
+def test_a_host_that_was_late_is_given_more_time(cuda: FakeCuda) -> None:
+    """The GPU spins, then waits for the call if the host needed longer than the spin."""
+    host, late = [0.0], [3.0, 0.2]  # ms that issuing the call takes, first and then
+
+    class Clock(CudaClock):
+        def now(self) -> float:
+            return host[0] / 1e3
+
+    def call() -> None:
+        needs = late.pop(0) if len(late) > 1 else late[0]
+        host[0] += needs
+        cuda.time += max(0.0, needs - cuda.spins[-1]) + 1.0
+
+    assert Clock().measure(call, 0.1) == pytest.approx(1.0)
+    assert cuda.spins == pytest.approx([0.5, 6.0])
+    late[:] = [1000.0]  # it waits for the device itself: no spin is long enough
+    assert Clock().measure(call, 0.1) > 900
+    assert cuda.spins[2:] == pytest.approx([0.5, 50.0])
 
 
 def test_a_graph_holds_one_call_a_set(cuda: FakeCuda) -> None:

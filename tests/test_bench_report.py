@@ -6,6 +6,8 @@ import copy
 import json
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +456,24 @@ def test_a_time_limit_from_outside_leaves_a_report(
     report = plot.load_report(path)
     assert {e["key"] for e in report["results"]} == {small.cases[0].key}
     assert f"skipped, interrupted: {small.cases[1].key}" in capsys.readouterr().out
+
+
+def test_torch_and_numpy_are_enough(tmp_path: Path) -> None:
+    """A process where rich, matplotlib and nvidia-ml-py cannot be imported."""
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'matplotlib', 'pynvml'):\n    sys.modules[name] = None\n"
+        "from bench import run\nraise SystemExit(run.main(sys.argv[1:]))"
+    )
+    path = tmp_path / "out.json"
+    chosen = ["--device=cpu", "--suite=cpu", "--filter=1k.*full", "--passes=fwd", "--rounds=1"]
+    chosen += ["--backends=sdpa_math", f"--json={path}", f"--plot={tmp_path / 'charts'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *chosen], cwd=readme.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert plot.NO_MATPLOTLIB in done.stdout
+    assert [e["status"] for e in plot.load_report(path)["results"]] == ["ok"]
 
 
 def test_json_has_a_line_a_result() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +305,19 @@ def test_ctrl_c_ends_the_run_but_keeps_what_was_measured() -> None:
     assert report["skipped"] == [cases[1].key, cases[2].key]
     assert {e["key"] for e in report["results"]} == {cases[0].key}
     assert [c["when"] for c in report["ceiling"]] == ["start", "middle", "end"]
+
+
+def test_the_report_so_far_is_told_after_every_case() -> None:
+    told: list[dict[str, Any]] = []
+    cases = [case_of(seqlen=n) for n in (16, 32)]
+    ours = Plain("flash_cuda", is_peer=False)
+    report = run_suites(
+        [suite(*cases)], [ours, Plain("peer")], {}, settings(), print, on_report=told.append
+    )
+    assert [len(part["results"]) for part in told] == [4, 8]
+    assert told[1]["results"] == report["results"]
+    assert all("ratio" in e for e in told[0]["results"] if not e["is_peer"])
+    assert set(told[0]) == set(report)
 
 
 def test_a_spent_budget_skips_cases_and_says_so() -> None:
