@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--suite", default="smoke", help="name, or several with commas (default: smoke)")
-    add("--backends", help="names with commas, or `all` (default: those of the suite)")
+    add("--backends", help="names with commas, or `all` (default: those of each suite)")
     add("--filter", default="", metavar="REGEX", help="only cases whose key matches")
     add("--passes", help="only these, of fwd, bwd, fwd+bwd, with commas")
     add("--json", type=Path, metavar="FILE", help="write the report here, after every case")
@@ -234,6 +234,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"absent: {name}: {reason}")
     if not backends:
         raise SystemExit("no backend is left")
+    if args.backends:
+        suites = [replace(suite, backends=tuple(b.name for b in backends)) for suite in suites]
     if not on_cpu and not args.no_warm:
         names = [backend.name for backend in backends]
         warm_up([s.name for s in suites], names, args.filter, args.site, print)

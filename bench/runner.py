@@ -89,6 +89,8 @@ class Runner:
     progress: Callable[[str], None] = lambda text: None
     results: list[dict[str, Any]] = field(default_factory=list)
     soaks: int = 0
+    # Names by suite, where not every backend runs all suites.
+    of_suite: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def run_case(self, case: Case, budget: Budget) -> None:
         """All passes and backends of one case."""
@@ -121,7 +123,10 @@ class Runner:
     def _check(self, case: Case, x: Inputs) -> list[tuple[Backend, float]]:
         """The backends whose results are right, with their errors; the others become results."""
         willing = []
+        wanted = self.of_suite.get(case.suite)
         for backend in self.backends:
+            if wanted and backend.name not in wanted:
+                continue
             reason = backend.refuses(case)
             if reason:
                 self._refuse(case, backend, "refused", reason)
@@ -431,6 +436,7 @@ def run_suites(
     outcome = Outcome(machine.describe(settings.device))
     budget = Budget(settings.budget_seconds, len(cases))
     runner = Runner(settings, backends, clock, telemetry)
+    runner.of_suite = {suite.name: suite.backends for suite in suites}
 
     def ceiling(when: str) -> None:
         outcome.ceilings.append(machine.measure_ceiling(when, settings.device, clock))

@@ -112,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = [
         case
         for name in args.suite.split(",")
+        if set(COMPILED) & set(suites[name].backends)
         for case in select_cases(suites[name], args.filter).cases
     ]
     backends = [b for name, b in all_backends().items() if name in COMPILED]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -305,6 +306,13 @@ def test_ctrl_c_ends_the_run_but_keeps_what_was_measured() -> None:
     assert report["skipped"] == [cases[1].key, cases[2].key]
     assert {e["key"] for e in report["results"]} == {cases[0].key}
     assert [c["when"] for c in report["ceiling"]] == ["start", "middle", "end"]
+
+
+def test_a_suite_runs_its_own_backends() -> None:
+    few = Suite("few", "", "cpu", ("b",), (replace(case_of(), suite="few"),))
+    report = run_suites([suite(case_of()), few], [Plain("a"), Plain("b")], {}, settings(), print)
+    ran = {(e["suite"], e["backend"]) for e in report["results"]}
+    assert ran == {("test", "a"), ("test", "b"), ("few", "b")}
 
 
 def test_the_report_so_far_is_told_after_every_case() -> None:
