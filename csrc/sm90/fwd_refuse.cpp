@@ -39,6 +39,11 @@ const char* refuse_layout(const FwdParams& p) {
       (!p.seqused_k || packed_kv ||
        (rows_count_through(p.k_stride, p.batch) && rows_count_through(p.v_stride, p.batch)));
   if (!counts) return "used lengths with a batch stride that is no multiple of the row stride";
+  // Both are found through one count of rows.
+  if (p.seqused_k && !packed_kv && p.batch > 1 &&
+      p.k_stride.batch / p.k_stride.row != p.v_stride.batch / p.v_stride.row) {
+    return "used lengths with different numbers of rows between the batches of k and v";
+  }
   // Rows, their sums and tile numbers are 32-bit on the device.
   constexpr int64_t kMaxRows = int64_t(1) << 29;
   if (p.total_q > kMaxRows || p.total_kv > kMaxRows) return "more than 2^29 rows";
