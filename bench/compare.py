@@ -1,7 +1,8 @@
 """What got slower between two reports: `python -m bench.compare before.json after.json`.
 
 Clocks differ from run to run, so times are first divided by the drift of the peers that both runs
-have (their code did not change), or of the matrix product where there are none. A cell counts as
+have (their code did not change), or of the matrix product where there are none. Decode has a drift
+of its own, of its peers or of the copy: the memory's clock is another. A cell counts as
 slower if it lost more than --limit and more than the noise of both medians. Exit code 1 if any is,
 or if a case that worked fails now.
 """
@@ -55,15 +56,31 @@ def median_error(entry: dict[str, Any]) -> float:
     return 0.93 * float(entry["spread"]) / math.sqrt(max(1, entry["samples"]))
 
 
-def drift(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, str]:
-    """How much slower the machine itself was in the second run, and by what that is judged."""
+def is_decode(report: dict[str, Any], key: Key) -> bool:
+    """Whether a cell is bound by memory."""
+    return bool(report["cases"][key[0]]["kind"] == "decode")
+
+
+def drift(before: dict[str, Any], after: dict[str, Any], decode: bool) -> tuple[float, str]:
+    """How much slower the machine itself was in the second run, and by what that is judged.
+
+    Args:
+        before: a report.
+        after: a later one.
+        decode: of decode, else of everything else.
+    """
     old, new = timed(before), timed(after)
-    ratios = [new[k]["ms"] / old[k]["ms"] for k in old if k in new and old[k]["is_peer"]]
+    ratios = [
+        new[k]["ms"] / old[k]["ms"]
+        for k in old
+        if k in new and old[k]["is_peer"] and is_decode(before, k) == decode
+    ]
     if len(ratios) >= MIN_PEER_CELLS:
         return statistics.median(ratios), f"{len(ratios)} cells of peers"
-    rates = [mean_ceiling(report, "matmul_tflops") for report in (before, after)]
+    ceiling, name = ("copy_tbps", "the copy") if decode else ("matmul_tflops", "the matrix product")
+    rates = [mean_ceiling(report, ceiling) for report in (before, after)]
     if rates[0] and rates[1]:
-        return rates[0] / rates[1], "the matrix product"
+        return rates[0] / rates[1], name
     return 1.0, "nothing"
 
 
@@ -93,7 +110,7 @@ def compare(
         absolute: do not divide by the drift.
         soaked: compare the heat-soaked times.
     """
-    factor = 1.0 if absolute else drift(before, after)[0]
+    factors = [1.0 if absolute else drift(before, after, decode)[0] for decode in (False, True)]
     old, new = timed(before), timed(after)
     changes, broken = [], []
     for key, entry in old.items():
@@ -109,7 +126,8 @@ def compare(
             continue
         times = [e["soak"]["ms"] if soaked else e["ms"] for e in pair]
         noise = max(limit, SIGMAS * math.hypot(*(median_error(e) for e in pair)))
-        changes.append(Change(key, times[0], times[1], times[1] / times[0] / factor - 1, noise))
+        loss = times[1] / times[0] / factors[is_decode(before, key)] - 1
+        changes.append(Change(key, times[0], times[1], loss, noise))
     return changes, broken
 
 
@@ -131,8 +149,10 @@ def main(argv: list[str] | None = None) -> int:
     cards = [report["machine"]["card"] for report in (before, after)]
     if cards[0] != cards[1]:
         raise SystemExit(f"different cards, {cards[0]} and {cards[1]}: nothing to compare")
-    factor, basis = drift(before, after)
-    print(f"drift of the machine: {100 * (factor - 1):+.1f} % in time, by {basis}")
+    for decode in sorted({is_decode(before, key) for key in timed(before)}):
+        factor, basis = drift(before, after, decode)
+        what = "of decode" if decode else "of the machine"
+        print(f"drift {what}: {100 * (factor - 1):+.1f} % in time, by {basis}")
     changes, broken = compare(before, after, args.limit / 100, args.absolute, args.soaked)
     shown = [c for c in changes if args.all or c.verdict != "same"]
     if shown:

@@ -23,7 +23,7 @@ def case_of(**values: object) -> Case:
     return make_case("test", base | values)
 
 
-def test_every_suite_of_the_issue_is_there() -> None:
+def test_every_kind_of_suite_is_there() -> None:
     wanted = "smoke train window gqa varlen prefill decode short models deterministic cpu"
     assert set(wanted.split()) <= set(SUITES)
 
