@@ -16,7 +16,7 @@ import signal
 import site
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--suite", default="smoke", help="name, or several with commas (default: smoke)")
     add("--backends", help="names with commas, or `all` (default: those of each suite)")
+    add("--without", default="", help="backends to leave out, with commas")
     add("--filter", default="", metavar="REGEX", help="only cases whose key matches")
     add("--passes", help="only these, of fwd, bwd, fwd+bwd, with commas")
     add("--json", type=Path, metavar="FILE", help="write the report here, after every case")
@@ -134,7 +135,7 @@ def choose_suites(args: argparse.Namespace, device: torch.device) -> list[Suite]
 
 
 def choose_backends(
-    names: str | None, suites: list[Suite], device: torch.device
+    names: str | None, suites: list[Suite], device: torch.device, without: Sequence[str] = ()
 ) -> tuple[list[Backend], dict[str, str]]:
     """Those that are present, and name and reason of those that are not."""
     known = all_backends()
@@ -144,7 +145,8 @@ def choose_backends(
         wanted = names.split(",")
     else:
         wanted = list(dict.fromkeys(name for suite in suites for name in suite.backends))
-    unknown = [name for name in wanted if name not in known]
+    unknown = [name for name in (*wanted, *filter(None, without)) if name not in known]
+    wanted = [name for name in wanted if name not in without]
     if unknown:
         raise SystemExit(f"--backends: unknown {unknown}; there are {', '.join(known)}")
     absent = {name: known[name].missing(device) for name in wanted}
@@ -229,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     on_cpu = device.type == "cpu"
     suites = choose_suites(args, device)
-    backends, absent = choose_backends(args.backends, suites, device)
+    backends, absent = choose_backends(args.backends, suites, device, args.without.split(","))
     for name, reason in absent.items():
         print(f"absent: {name}: {reason}")
     if not backends:

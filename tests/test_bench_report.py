@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import agree, compare, cost, derived, html, plot, readme, run, table
 from bench.cases import Suite, load_suites
@@ -513,6 +514,7 @@ def test_json_has_a_line_a_result() -> None:
     [
         (["--suite", "trian"], "trian"),
         (["--device", "cpu", "--suite", "cpu", "--backends", "fa9"], "fa9"),
+        (["--device", "cpu", "--suite", "cpu", "--without", "fa9"], "fa9"),
         (["--device", "cpu", "--suite", "cpu", "--filter", "nothing"], "leaves no case"),
         (["--device", "cpu", "--suite", "cpu", "--passes", "sideways"], "sideways"),
         (["--site", "/nowhere/at/all"], "no such folder"),
@@ -521,6 +523,13 @@ def test_json_has_a_line_a_result() -> None:
 def test_command_line_errors_are_one_line(arguments: list[str], text: str) -> None:
     with pytest.raises(SystemExit, match=text):
         run.main(arguments)
+
+
+def test_backends_can_be_left_out() -> None:
+    device = torch.device("cpu")
+    present, absent = run.choose_backends(None, [SUITES["cpu"]], device, ["flash_cuda"])
+    assert [b.name for b in present] == ["sdpa_flash", "sdpa_math"]
+    assert absent == {}
 
 
 def test_passes_can_be_chosen() -> None:
