@@ -352,7 +352,7 @@ struct BwdBlock {
 
     constexpr int kStepsDp = Tile::kHeadDimV / 16 * kPairsS;
     gemm_scores<SmemV, Tile::kHeadDimV / 16>(dp, smem_v, stage_do(stage), [&](auto k, auto n) {
-      constexpr int kStep = k * kPairsS + n;
+      constexpr int kStep = decltype(k)::value * kPairsS + decltype(n)::value;
 #pragma unroll
       for (int t = kStep * kTiles / kStepsDp; t < (kStep + 1) * kTiles / kStepsDp; ++t) {
         const float2 lse = stat(stage, 0, 2 * t);
@@ -385,7 +385,7 @@ struct BwdBlock {
     } else {
       constexpr int kStepsDv = kStepsQ * kPairsDv;
       gemm_gradient<SmemV>(dv, p_regs, stage_do(stage), [&](auto k, auto n) {
-        constexpr int kStep = k * kPairsDv + n;
+        constexpr int kStep = decltype(k)::value * kPairsDv + decltype(n)::value;
 #pragma unroll
         for (int t = kStep * kTiles / kStepsDv; t < (kStep + 1) * kTiles / kStepsDv; ++t) {
           gradients(t);

@@ -214,16 +214,18 @@ struct FwdBlock {
     }
     constexpr int kPairsN = Tile::kHeadDimV / 16, kValues = 8 * kTilesQ;
     gemm_pv(probabilities, kv_block + 1, [&](auto k, auto n) {
-      constexpr int kBegin = n * kValues / kPairsN, kEnd = (n + 1) * kValues / kPairsN;
+      constexpr int kStep = decltype(k)::value, kPair = decltype(n)::value;
+      constexpr int kBegin = kPair * kValues / kPairsN;
+      constexpr int kEnd = (kPair + 1) * kValues / kPairsN;
 #pragma unroll
       for (int i = kBegin; i < kEnd; ++i) {
-        const int m = i / 8, t = 2 * k + i % 8 / 4, r = i % 4 / 2, c = i % 2;
+        const int m = i / 8, t = 2 * kStep + i % 8 / 4, r = i % 4 / 2, c = i % 2;
         float& x = s[m].acc[t][2 * r + c];
         x = ptx::ex2(fmaf(x, scale_log2, -rows[m].ref[r]));
         sums[m][r][c] += x;
       }
-      if constexpr (n + 1 == kPairsN) {
-        if (!kGeneral) pack_step(probabilities, s, k);
+      if constexpr (kPair + 1 == kPairsN) {
+        if (!kGeneral) pack_step(probabilities, s, kStep);
       }
     });
     bool large = false;
