@@ -160,15 +160,27 @@ def folder_codes(folder: str, archs: Sequence[int]) -> tuple[str, ...]:
 def gencode_flags(folder: str, archs: Sequence[int]) -> list[str]:
     """nvcc's -gencode flags of a folder.
 
-    The targets of sm80 and common come from one front-end pass over compute_80, and that PTX goes
-    along for cards that do not exist yet. The other folders compile once for each target.
+    The targets of common come from one front-end pass over compute_80, those of sm80 from one over
+    compute_80 and one over compute_90, whose additions to global memory are wider. The PTX of the
+    first pass goes along for cards that do not exist yet. The other folders compile once for each
+    target.
     """
     codes = folder_codes(folder, archs)
     if not codes:
         return []
     if folder in ("sm80", "common"):
-        targets = ",".join([f"sm_{code}" for code in codes] + ["compute_80"])
-        return [f"-gencode=arch=compute_80,code=[{targets}]"]
+        passes = {"80": codes, "90": ()}
+        if folder == "sm80":
+            passes = {
+                "80": tuple(code for code in codes if int(code) < 90),
+                "90": tuple(code for code in codes if int(code) >= 90),
+            }
+        flags: list[str] = []
+        for base, served in passes.items():
+            if served:
+                targets = [f"sm_{code}" for code in served] + ([] if flags else [f"compute_{base}"])
+                flags.append(f"-gencode=arch=compute_{base},code=[{','.join(targets)}]")
+        return flags
     return [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
 
 

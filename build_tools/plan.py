@@ -119,7 +119,7 @@ def _kernel_unit(tools: Toolchain, source: Path, folder: str, build: Path) -> Un
         command += ["-isystem", str(tools.cutlass)]
     command += ["-MMD", "-MF", str(obj.with_suffix(".d")), "-c", str(source), "-o", str(obj)]
     identity = f"nvcc {tools.nvcc.version} g++ {tools.gxx.version} {' '.join(command[2:])}"
-    codes = gencode[0].count(",") + 1 if len(gencode) == 1 else 2 * len(gencode)
+    codes = sum(flag.count(",") + 1 for flag in gencode)
     seconds = 3.0 + SECONDS_PER_CODE.get(folder, OTHER_SECONDS_PER_CODE) * codes
     return Unit(source, obj, tuple(command), identity, seconds, keep)
 

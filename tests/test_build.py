@@ -109,7 +109,15 @@ def test_an_old_toolkit_refuses_what_was_asked_for() -> None:
     ("folder", "wanted", "expected"),
     [
         ("sm80", (80, 86, 89), ["-gencode=arch=compute_80,code=[sm_80,compute_80]"]),
-        ("sm80", (90,), ["-gencode=arch=compute_80,code=[sm_90,compute_80]"]),
+        ("sm80", (90,), ["-gencode=arch=compute_90,code=[sm_90,compute_90]"]),
+        (
+            "sm80",
+            ALL,
+            [
+                "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+                "-gencode=arch=compute_90,code=[sm_90,sm_100,sm_103,sm_120]",
+            ],
+        ),
         (
             "common",
             ALL,
@@ -625,7 +633,9 @@ def test_nvcc_keeps_ptx_and_reports_kernels(tmp_path: Path, csrc: Path) -> None:
     kernel = next(unit for unit in whole.units if unit.source == source)
     runner.compile_all([kernel], 1)
     assert runner.is_current(kernel)
-    assert ".target sm_80" in kernel.object.with_suffix(".ptx").read_text()
+    for base in ("80", "90"):
+        ptx = kernel.object.with_suffix(f".compute_{base}.ptx").read_text()
+        assert f".target sm_{base}" in ptx
     stamp = runner.read_stamp(kernel)
     assert stamp is not None
     assert [k.code for k in ptxas.parse(stamp.log)] == ["sm_80", "sm_90"]

@@ -16,8 +16,8 @@ template <int kHeadDim, int kHeadDimV, class Body>
 void with_bwd_tile(const BwdParams& p, Body body) {
   const auto by_smem = [&](auto variant) {
     with_smem_class(p.fwd.max_smem_per_block, [&](auto smem) {
-      using Tile = BwdTile<kHeadDim, kHeadDimV, smem(), variant()>;
-      static_assert(Tile::kSmemBytes <= smem_bytes(smem()));
+      using Tile = BwdTile<kHeadDim, kHeadDimV, decltype(smem)::value, decltype(variant)::value>;
+      static_assert(Tile::kSmemBytes <= smem_bytes(decltype(smem)::value));
       body(typename Tile::Shape{}, variant);
     });
   };
@@ -39,11 +39,14 @@ size_t bwd_workspace_bytes(const BwdParams& p) {
   return bytes;
 }
 
-// Queries and gradients of heads that are walked together should stay in L2.
-inline int section_of_kv_heads(const FwdParams& p) {
+// Queries and gradients of heads that are walked together should stay in L2. In deterministic mode
+// the KV blocks of a head begin one after the other: with more heads fewer of them wait at a time.
+inline int section_of_kv_heads(const BwdParams& params) {
+  const FwdParams& p = params.fwd;
   const int group = p.num_heads_q / std::max(p.num_heads_kv, 1);
   const double bytes = 4.0 * p.seqlen_q * (p.head_dim + p.head_dim_v) * group;
-  const double heads = std::max(1.0, kSectionBytes / std::max(bytes, 1.0));
+  const double heads =
+      std::max(params.deterministic ? 16.0 : 1.0, kSectionBytes / std::max(bytes, 1.0));
   return static_cast<int>(std::min<double>(heads, std::max(p.num_heads_kv * p.batch, 1)));
 }
 
@@ -69,7 +72,7 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
 
   // Ascending, as the deterministic order of dq wants it (and longest first under a causal mask).
   const DenseSchedule schedule{ceil_div(f.seqlen_kv, Tile::kBlockKV), f.num_heads_kv, f.batch,
-                               section_of_kv_heads(f), false};
+                               section_of_kv_heads(p), false};
   const int64_t blocks = f.cu_seqlens_k
                              ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
                              : schedule.size();

@@ -33,8 +33,8 @@ void launch_fwd_tile(const FwdParams& p, cudaStream_t stream) {
 template <DType kDType, int kHeadDim, int kHeadDimV, Variant kVariant>
 void launch_fwd_variant(const FwdParams& p, cudaStream_t stream) {
   with_smem_class(p.max_smem_per_block, [&](auto smem) {
-    using Tile = FwdTile<kHeadDim, kHeadDimV, smem(), kVariant>;
-    static_assert(Tile::kSmemBytes <= smem_bytes(smem()));
+    using Tile = FwdTile<kHeadDim, kHeadDimV, decltype(smem)::value, kVariant>;
+    static_assert(Tile::kSmemBytes <= smem_bytes(decltype(smem)::value));
     launch_fwd_tile<typename Tile::Shape, kDType, kVariant>(p, stream);
   });
 }
