@@ -1,5 +1,7 @@
 #include "sm80/bwd_launch.cuh"
 
+// build: spills allowed in bwd_kernel up to 88 bytes: faster than tiles without (docs/tuning.md)
+
 namespace flash_cuda::sm80 {
 
 template size_t bwd_workspace_bytes<256, 256>(const BwdParams&);

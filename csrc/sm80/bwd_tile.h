@@ -40,7 +40,7 @@ struct BwdTileShape {
 // clang-format off
 template <int kHeadDim, int kHeadDimV, SmemClass, Variant> struct BwdTile;
 //                                                                                      d   dv   q   kv split st dq blocks keys
-template <SmemClass s> struct BwdTile<32, 32, s, Variant::kPlain>            : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 3> {};
+template <SmemClass s> struct BwdTile<32, 32, s, Variant::kPlain>            : BwdTileShape< 32,  32, 64,  64, 1, 1, 2, 3> {};
 template <SmemClass s> struct BwdTile<32, 32, s, Variant::kGeneral>          : BwdTileShape< 32,  32, 64,  64, 1, 2, 2, 2> {};
 template <SmemClass s> struct BwdTile<64, 64, s, Variant::kPlain>            : BwdTileShape< 64,  64, 32, 128, 1, 2, 1, 2, 2> {};
 template <> struct BwdTile<64, 64, SmemClass::k99, Variant::kPlain>          : BwdTileShape< 64,  64, 64,  64, 1, 1, 2, 2> {};

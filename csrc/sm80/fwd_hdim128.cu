@@ -1,6 +1,6 @@
 #include "sm80/fwd_launch.cuh"
 
-// build: spills allowed in fwd_kernel up to 24 bytes: addresses of the sm_90 build, once a tile
+// build: spills allowed in fwd_kernel up to 88 bytes: the sm_80 build, outside of the products
 
 namespace flash_cuda::sm80 {
 
