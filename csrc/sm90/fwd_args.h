@@ -34,4 +34,23 @@ struct alignas(16) FwdWork {
   int seqlen_q, seqlen_q_slot, seqlen_kv, kv_row0;
 };
 
+// The KV blocks of a tile, as a warpgroup walks them: from end - 1 down to begin. Exact softmax
+// down to exact_begin, and left of full_begin.
+struct alignas(16) FwdWalk {
+  int begin, end, full_begin, full_end, exact_begin;
+  int skip_right, skip_left;  // blocks beside them that only other warpgroups need
+  FLASH_CUDA_HOST_DEVICE bool is_empty() const { return end <= begin; }
+  FLASH_CUDA_HOST_DEVICE bool is_masked(int block) const {
+    return block < full_begin || block >= full_end;
+  }
+};
+
+// kWalks: one for all warpgroups, or one for each.
+template <int kWalks_>
+struct FwdWorkSlot {
+  static constexpr int kWalks = kWalks_;
+  FwdWork work;
+  FwdWalk walks[kWalks];
+};
+
 }  // namespace flash_cuda::sm90

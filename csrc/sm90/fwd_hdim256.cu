@@ -1,7 +1,5 @@
 #include "sm90/fwd_variants.cuh"
 
-// build: spills allowed in fwd_kernel up to 16 bytes: bounds in the general variant
-
 namespace flash_cuda::sm90 {
 
 template void launch_fwd<DType::kBFloat16, 256, 256>(const FwdParams&, cudaStream_t);

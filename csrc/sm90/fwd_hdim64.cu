@@ -1,6 +1,6 @@
 #include "sm90/fwd_variants.cuh"
 
-// build: spills allowed in fwd_kernel up to 16 bytes: loop bounds of three warpgroups, once a tile
+// build: spills allowed in fwd_kernel up to 128 bytes: the producer's order of tiles, once a tile
 
 namespace flash_cuda::sm90 {
 

@@ -60,14 +60,13 @@ struct Consumer {
   uint32_t p[kStepsPV][4];  // probabilities as wgmma A fragments
   uint32_t q[Tile::has(kQInRegisters) ? kStepsQK : 1][4];
   SoftmaxRows rows;
-  // This warp computed scores again in this tile: the next block may well want it too, so its
-  // scores are kept until their maxima are known. Only with kStayExact.
-  bool stay_exact = false;
-  // Counted from the start of the kernel; stages and phases follow. O += P V takes the V block
-  // before the K block in turn.
+  // Counted from the start of the kernel; stages and phases follow. O += P V
+  // takes the V block before the K block in turn.
   uint32_t tiles = 0, blocks = 0;
 
-  __device__ __forceinline__ const FwdWork& work() const { return smem.work[tiles % kWorkSlots]; }
+  __device__ __forceinline__ const FwdWork& work() const {
+    return smem.slots[tiles % kWorkSlots].work;
+  }
 
   // Byte offset of 16-byte chunk `chunk` of a row in a panel.
   static __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
@@ -91,10 +90,9 @@ struct Consumer {
     for (int k = 0; k < kStepsPV; ++k) ptx::pin(p[k]);
   }
 
-  // Issues S = Q K^T for the K block in turn; kCols of its keys.
-  template <int kCols>
-  __device__ __forceinline__ void issue_qk(float (&scores)[kCols / 2]) {
-    using Mma = ptx::Wgmma<kCols>;
+  // Issues S = Q K^T for the K block in turn.
+  __device__ __forceinline__ void issue_qk() {
+    using Mma = ptx::Wgmma<kN>;
     const uint64_t desc_k = ptx::wgmma_desc(smem.k(blocks), kDescQK);
     const uint64_t desc_q = ptx::wgmma_desc(smem.q(warpgroup), kDescQK);
     pin_q();
@@ -105,31 +103,30 @@ struct Consumer {
       const uint64_t b = desc_k + uint64_t(panel * (kN * kPanelBytes / 16) + step);
       if constexpr (Tile::has(kQInRegisters)) {
         if (k == 0) {
-          Mma::template rs_zero<kBf16, 0>(scores, q[k], b);
+          Mma::template rs_zero<kBf16, 0>(s, q[k], b);
         } else {
-          Mma::template rs<kBf16, 0>(scores, q[k], b);
+          Mma::template rs<kBf16, 0>(s, q[k], b);
         }
       } else {
         const uint64_t a = desc_q + uint64_t(panel * (64 * kPanelBytes / 16) + step);
         if (k == 0) {
-          Mma::template ss_zero<kBf16, 0, 0>(scores, a, b);
+          Mma::template ss_zero<kBf16, 0, 0>(s, a, b);
         } else {
-          Mma::template ss<kBf16, 0, 0>(scores, a, b);
+          Mma::template ss<kBf16, 0, 0>(s, a, b);
         }
       }
     }
     ptx::wgmma_commit_group();
   }
 
-  // Issues O += P V for the first kSteps * 16 keys of the V block in turn.
-  template <int kSteps>
-  __device__ __forceinline__ void issue_pv() {
-    const uint64_t desc_v = ptx::wgmma_desc(smem.v(blocks - 1), kDescV);
+  // Issues O += P V for V block `block`.
+  __device__ __forceinline__ void issue_pv(uint32_t block) {
+    const uint64_t desc_v = ptx::wgmma_desc(smem.v(block), kDescV);
     ptx::pin(o);
     pin_p();
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kStepsPV; ++k) {
       ptx::Wgmma<Tile::kHeadDimV>::template rs<kBf16, 1>(
           o, p[k], desc_v + uint64_t(k * (16 * kPanelBytes / 16)));
     }
@@ -143,15 +140,13 @@ struct Consumer {
     pin_p();
   }
 
-  // Probabilities of the first kCols keys become A fragments; the others are zero.
-  template <int kCols>
-  __device__ __forceinline__ void convert_p(const float (&probabilities)[kCols / 2]) {
+  // Probabilities become A fragments.
+  __device__ __forceinline__ void convert_p() {
 #pragma unroll
     for (int k = 0; k < kStepsPV; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int at = 8 * k + 2 * i;
-        p[k][i] = at < kCols / 2 ? ptx::pack<kDType>(probabilities[at], probabilities[at + 1]) : 0u;
+        p[k][i] = ptx::pack<kDType>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
       }
     }
   }
@@ -161,29 +156,27 @@ struct Consumer {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(smem.k_ring().empty(blocks));
   }
-  __device__ __forceinline__ void release_v() {
-    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(blocks - 1));
+  __device__ __forceinline__ void release_v(uint32_t block) {
+    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(block));
   }
   __device__ __forceinline__ void wait_k() { smem.k_ring().wait_full(blocks); }
-  __device__ __forceinline__ void wait_v() { smem.v_ring().wait_full(blocks - 1); }
+  __device__ __forceinline__ void wait_v(uint32_t block) { smem.v_ring().wait_full(block); }
   // Passes over K and V blocks that only other warpgroups need.
-  __device__ __forceinline__ void skip_k() {
-    wait_k();
-    release_k();
-    ++blocks;
-  }
-  // V is released for the whole warpgroup, so only the warp that does it may look at the barrier:
-  // another one could come late and miss the phase.
-  __device__ __forceinline__ void skip_v(uint32_t block) {
-    if (uniform(thread / 32) == 0) {
-      smem.v_ring().wait_full(block);
-      if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(block));
+  __device__ __forceinline__ void skip_k(int count) {
+    for (int i = 0; i < count; ++i) {
+      wait_k();
+      release_k();
+      ++blocks;
     }
   }
-  __device__ __forceinline__ void skip(int count) {
-    for (int i = 0; i < count; ++i) {
-      skip_k();
-      skip_v(blocks - 1);
+  // V is released for the whole warpgroup, so only the warp that does it may
+  // look at the barrier: another one could come late and miss the phase.
+  __device__ __forceinline__ void skip_v(uint32_t begin, uint32_t end) {
+    if (begin != end && uniform(thread / 32) == 0) {
+      for (; begin != end; ++begin) {
+        wait_v(begin);
+        release_v(begin);
+      }
     }
   }
 
@@ -199,7 +192,7 @@ struct Consumer {
 
   // Waits for Q; reads its fragments where they stay in registers.
   __device__ __forceinline__ void begin_q() {
-    ptx::mbarrier_wait(smem.q_full(warpgroup), tiles % 2);
+    smem.q_ring(warpgroup).wait_full(tiles);
     if constexpr (Tile::has(kQInRegisters)) {
       const int row = warp_row() + (lane() & 15);
 #pragma unroll
@@ -213,7 +206,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void release_q() {
     __syncwarp();
-    if (lane() == 0) ptx::mbarrier_arrive(smem.q_empty(warpgroup));
+    if (lane() == 0) ptx::mbarrier_arrive(smem.q_ring(warpgroup).empty(tiles));
   }
 
   // Scores of this warp's rows once more, by mma.sync from shared memory. Rare.
@@ -249,7 +242,7 @@ struct Consumer {
       // Shared memory may already hold the next tile's Q.
       const FwdParams& prm = args.params;
       const FwdWork& work = this->work();
-      const int first = work.q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane() / 4;
+      const int first = lane_row();
       const auto* base = static_cast<const uint16_t*>(prm.q) + work.head * prm.q_stride.head +
                          (prm.cu_seqlens_q ? 0 : work.batch * prm.q_stride.batch);
 #pragma unroll
@@ -268,97 +261,125 @@ struct Consumer {
     }
   }
 
-  // Masks and exact softmax of the complete scores of `kv_block`. What the mask needs is read
-  // from shared memory again, to keep registers free for the blocks that need no mask.
-  template <int kCols>
-  __device__ __forceinline__ void exact_softmax(float (&scores)[kCols / 2], int kv_block,
-                                                bool masked, float (&rescale)[2]) {
-    const auto first_row = [this] {
-      return work().q_block * Tile::kBlockQ + 64 * warpgroup + warp_row() + lane() / 4;
-    };
+  // Masks and exact softmax of the complete scores of `kv_block`. What the mask needs is read from
+  // shared memory again, to keep registers free for the blocks that need no mask.
+  __device__ __forceinline__ void exact_softmax(int kv_block, bool masked, float (&rescale)[2]) {
+    const auto first_row = [this] { return lane_row(); };
     const auto first_key = [this, kv_block] { return kv_block * kN + 2 * (lane() & 3); };
     if constexpr (Tile::has(kGeneral)) {
       const auto mod =
           ScoreMod::make(args.params, work().batch, work().head, work().seqlen_q, work().seqlen_kv);
-      modify_scores(scores, mod, first_row(), first_key());
+      modify_scores(s, mod, first_row(), first_key());
     }
     if (masked) {
-      mask_scores(scores, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row(),
+      mask_scores(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row(),
                   first_key());
     }
-    softmax_exact(scores, scale_log2(), rows, rescale);
+    softmax_exact(s, scale_log2(), rows, rescale);
   }
 
-  // The first KV block of a tile, and one after the first: S of this block, O += P V of the block
-  // before, softmax.
-  __device__ __forceinline__ void first_block(int kv_block, bool masked, bool half);
-  template <bool kExact, bool kHalfPV>
-  __device__ __forceinline__ void consume_block(int kv_block, bool masked);
+  __device__ __forceinline__ FwdWalk walk() const {
+    const auto& slot = smem.slots[tiles % kWorkSlots];
+    FwdWalk w = slot.walks[slot.kWalks == 1 ? 0 : warpgroup];
+    w.begin = uniform(w.begin);
+    w.end = uniform(w.end);
+    w.full_begin = uniform(w.full_begin);
+    w.full_end = uniform(w.full_end);
+    w.exact_begin = uniform(w.exact_begin);
+    w.skip_right = slot.kWalks == 1 ? 0 : uniform(w.skip_right);
+    w.skip_left = slot.kWalks == 1 ? 0 : uniform(w.skip_left);
+    return w;
+  }
+  // First row of this warpgroup, and of this lane.
+  __device__ __forceinline__ int own_row() const {
+    return work().q_block * Tile::kBlockQ + 64 * warpgroup;
+  }
+  __device__ __forceinline__ int lane_row() const { return own_row() + warp_row() + lane() / 4; }
+
+  // A warp that had to compute scores again asks its warpgroup for exact softmax from now on:
+  // inputs that leap once do so again, and a leap costs three exact blocks. All warps must agree on
+  // the block from which on, since they issue GEMMs together. What a warp writes before it releases
+  // K block c is seen by whoever has waited for block c + kStages.
+  __device__ __forceinline__ void ask_for_exact() {
+    if (lane() == 0) atomicMin(&smem.exact_from[warpgroup], blocks + Tile::kStages + 1);
+  }
+  // Read after the wait for block c, this says whether block c + 1 must be exact.
+  __device__ __forceinline__ uint32_t exact_from() const {
+    return *static_cast<volatile uint32_t*>(&smem.exact_from[warpgroup]);
+  }
+
+  // The first KV block of a tile: S, softmax. One after the first: S, O += P V of the block before,
+  // softmax; returns exact_from().
+  __device__ __forceinline__ void first_block(const FwdWalk& walk);
+  template <bool kExact>
+  __device__ __forceinline__ uint32_t consume_block(int kv_block, bool masked);
   __device__ __forceinline__ void repair(float sum0, float sum1, float (&rescale)[2]);
-  __device__ __forceinline__ void run_tile();
-  __device__ __forceinline__ void store_tile();
+  __device__ __forceinline__ void other_blocks(const FwdWalk& walk);
+  // The last O += P V; sums become factors for O, and lse; both are written.
+  __device__ __forceinline__ void end_rows(RowEnd (&ends)[2]);
+  __device__ __forceinline__ void finish_tile(const FwdWalk& walk);
+  __device__ __forceinline__ void store_tile(const RowEnd (&ends)[2]);
   __device__ __forceinline__ void store_empty();
   __device__ __forceinline__ void run();
 };
 
 template <class Tile, DType kDType>
-template <bool kExact, bool kHalfPV>
-__device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_block, bool masked) {
+template <bool kExact>
+__device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv_block,
+                                                                          bool masked) {
   wait_k();
   take_turn();
-  issue_qk<kN>(s);
-  wait_v();
-  issue_pv<kHalfPV ? kStepsPV / 2 : kStepsPV>();
+  issue_qk();
+  wait_v(blocks - 1);
+  issue_pv(blocks - 1);
   pass_turn();
+  const uint32_t exact = kExact ? 0 : exact_from();
   ptx::wgmma_wait_group<1>();
   ptx::pin(s);
 
   if constexpr (kExact) {
     release_k();
     float rescale[2];
-    exact_softmax<kN>(s, kv_block, masked, rescale);
+    exact_softmax(kv_block, masked, rescale);
     wait_pv();
-    release_v();
-    convert_p<kN>(s);
+    release_v(blocks - 1);
+    convert_p();
     scale_rows(o, rescale[0], rescale[1]);
   } else {
     float sum0 = 0.f, sum1 = 0.f;
-    bool grown = true;
-    if (!Tile::has(kStayExact) || !stay_exact) {
-      exponentials(s, scale_log2(), rows.reference[0], rows.reference[1], sum0, sum1);
-      grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
-    }
+    exponentials(s, scale_log2(), rows.reference[0], rows.reference[1], sum0, sum1);
+    const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
     if (!grown) {
       rows.sum[0] += sum0;
       rows.sum[1] += sum1;
       release_k();
     }
-    // All warps wait here, whatever they found. Converting P in both branches keeps its registers
-    // free for the repair.
+    // All warps wait here, whatever they found. Converting P in both branches
+    // keeps its registers free for the repair.
     wait_pv();
     if (grown) {
       float rescale[2];
       repair(sum0, sum1, rescale);
       __syncwarp();
       release_k();
-      convert_p<kN>(s);
+      convert_p();
       scale_rows(o, rescale[0], rescale[1]);
     } else {
-      convert_p<kN>(s);
+      convert_p();
     }
-    release_v();
+    release_v(blocks - 1);
   }
   ++blocks;
+  return exact;
 }
 
-// The sums of a block grew beyond the range of P. Raises the references of this warp's rows and
-// brings s, the sums and the factors for o in line.
+// The sums of a block grew beyond the range of P. Raises the references of this
+// warp's rows and brings s, the sums and the factors for o in line.
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float sum1,
                                                                float (&rescale)[2]) {
   __syncwarp();
-  const bool have_scores = Tile::has(kStayExact) && stay_exact;
-  if (!have_scores && !__any_sync(~0u, !(sum0 < kRecomputeFrom) || !(sum1 < kRecomputeFrom))) {
+  if (!__any_sync(~0u, !(sum0 < kRecomputeFrom) || !(sum1 < kRecomputeFrom))) {
     // Exact powers of two: the exponent of the largest sum of each row.
     const int up0 = max((__float_as_int(quad_max(sum0)) >> 23) - 127, 0);
     const int up1 = max((__float_as_int(quad_max(sum1)) >> 23) - 127, 0);
@@ -370,121 +391,69 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float
     rows.sum[1] = (rows.sum[1] + sum1) * rescale[1];
     scale_rows(s, rescale[0], rescale[1]);
   } else {
-    if (!have_scores) recompute_scores();
-    if constexpr (Tile::has(kStayExact)) stay_exact = true;
+    ask_for_exact();
+    recompute_scores();
     softmax_exact(s, scale_log2(), rows, rescale);
   }
 }
 
 // S and the exact softmax of a tile's first block; there is no P V to overlap with.
 template <class Tile, DType kDType>
-__device__ __forceinline__ void Consumer<Tile, kDType>::first_block(int kv_block, bool masked,
-                                                                    bool half) {
+__device__ __forceinline__ void Consumer<Tile, kDType>::first_block(const FwdWalk& walk) {
+  const uint32_t skipped = blocks;
+  skip_k(walk.skip_right);
+  begin_q();
   wait_k();
   take_turn();
-  rows.reset();
-  stay_exact = false;
-  float unused[2];
-  if constexpr (Tile::has(kHalfDiagonal)) {
-    if (half) {
-      // Into registers of their own: a GEMM into a part of s would keep the rest alive.
-      float left[kN / 4];
-      issue_qk<kN / 2>(left);
-      pass_turn();
-      ptx::wgmma_wait_group<0>();
-      ptx::pin(left);
-      release_k();
-      exact_softmax<kN / 2>(left, kv_block, masked, unused);
-      convert_p<kN / 2>(left);
-      ++blocks;
-      return;
-    }
-  }
-  issue_qk<kN>(s);
+  issue_qk();
   pass_turn();
   ptx::wgmma_wait_group<0>();
   ptx::pin(s);
   release_k();
-  exact_softmax<kN>(s, kv_block, masked, unused);
-  convert_p<kN>(s);
+  rows.reset();
+  float unused[2];
+  exact_softmax(walk.end - 1, walk.is_masked(walk.end - 1), unused);
+  convert_p();
+  skip_v(skipped, blocks);
   ++blocks;
 }
 
 template <class Tile, DType kDType>
-__device__ __forceinline__ void Consumer<Tile, kDType>::run_tile() {
-  const Mask mask = Mask::make(args.params, uniform(work().seqlen_q), uniform(work().seqlen_kv));
-  const int q0 = uniform(work().q_block) * Tile::kBlockQ;
-  const int own_q0 = q0 + 64 * warpgroup;
-  BlockRange range = mask.kv_blocks(q0, Tile::kBlockQ, kN);
-  int skip_left = 0, skip_right = 0;
-  if constexpr (Tile::has(kTrimBlocks)) {
-    const BlockRange own = mask.kv_blocks(own_q0, 64, kN);
-    if (own.end > own.begin) {
-      skip_left = own.begin - range.begin;
-      skip_right = range.end - own.end;
-      range = own;
-    }
-  }
-  if (range.end <= range.begin) {
-    store_empty();
-    return;
-  }
-  // Exact blocks come first: down to where every row has seen a key, and has a reference.
-  const int q_first = Tile::has(kTrimBlocks) ? own_q0 : q0;
-  int exact_begin = min(range.full_end, ceil_div(mask.kv_end(q_first), kN) - 1);
-  const bool all_exact = Tile::has(kGeneral) || args.params.strict;
-  exact_begin = all_exact ? range.begin : max(exact_begin, range.begin);
-
-  if constexpr (Tile::has(kTrimBlocks)) {
-    // The last of them keeps its V until this warpgroup has issued its own first S.
-    if (skip_right > 0) {
-      skip(skip_right - 1);
-      skip_k();
-    }
-  }
-  begin_q();
-  int kv_block = range.end - 1;
-  const bool half = Tile::has(kHalfDiagonal) && exact_begin == kv_block &&
-                    kv_block > range.full_begin && kv_block > range.begin &&
-                    mask.kv_end(min(own_q0 + 63, mask.seqlen_q - 1)) <= kv_block * kN + kN / 2;
-  first_block(kv_block, range.is_masked(kv_block), half);
-  if constexpr (Tile::has(kTrimBlocks)) {
-    if (skip_right > 0) skip_v(blocks - 2);
-  }
+__device__ __forceinline__ void Consumer<Tile, kDType>::other_blocks(const FwdWalk& walk) {
 #pragma unroll
   for (int i = 0; i < Tile::kHeadDimV / 2; ++i) o[i] = 0.f;
-  --kv_block;
-
-  if constexpr (Tile::has(kHalfDiagonal)) {
-    if (half) {
-      consume_block<false, true>(kv_block, false);
-      --kv_block;
-    }
-  }
+  int kv_block = walk.end - 2;
   // Masked blocks on the right, full blocks, masked blocks on the left.
-  for (int exact_end = exact_begin;; exact_end = range.begin) {
+  for (int exact_end = exact_from() <= blocks ? walk.begin : walk.exact_begin;;
+       exact_end = walk.begin) {
 #pragma unroll 1
     for (; kv_block >= exact_end; --kv_block) {
-      consume_block<true, false>(kv_block, range.is_masked(kv_block));
+      consume_block<true>(kv_block, walk.is_masked(kv_block));
     }
-    if (kv_block < range.begin) break;
+    if (kv_block < walk.begin) break;
     if constexpr (!Tile::has(kGeneral)) {
+      uint32_t exact = ~0u;
 #pragma unroll 1
-      for (; kv_block >= range.full_begin; --kv_block) {
-        consume_block<false, false>(kv_block, false);
+      for (; kv_block >= walk.full_begin && !__any_sync(~0u, exact <= blocks); --kv_block) {
+        exact = consume_block<false>(kv_block, false);
       }
     }
   }
   if constexpr (!Tile::has(kQInRegisters) && !Tile::has(kOutOverQ)) release_q();
+}
 
-  wait_v();
-  issue_pv<kStepsPV>();
-  rows.sum[0] = quad_sum(rows.sum[0]);
-  rows.sum[1] = quad_sum(rows.sum[1]);
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::finish_tile(const FwdWalk& walk) {
+  const uint32_t last = blocks - 1;
+  RowEnd ends[2];
+  wait_v(last);
+  issue_pv(last);
+  end_rows(ends);
   wait_pv();
-  release_v();
-  if constexpr (Tile::has(kTrimBlocks)) skip(skip_left);
-  store_tile();
+  release_v(last);
+  skip_k(walk.skip_left);
+  skip_v(last + 1, blocks);
+  store_tile(ends);
 }
 
 }  // namespace flash_cuda::sm90

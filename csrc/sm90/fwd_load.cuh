@@ -23,7 +23,8 @@ __device__ __forceinline__ int* tile_counter(int index) { return &tile_counters[
 template <class Tile>
 struct FwdSmem {
   uint32_t base;
-  FwdWork* work;  // kWorkSlots of them
+  FwdWorkSlot<Tile::has(kTrimBlocks) ? Tile::kWarpgroups : 1>* slots;  // kWorkSlots of them
+  uint32_t* exact_from;  // one a warpgroup; see Consumer::must_be_exact
 
   __device__ __forceinline__ uint32_t q(int warpgroup) const {
     return base + Tile::kSmemQ + warpgroup * Tile::kQSliceBytes;
@@ -42,19 +43,20 @@ struct FwdSmem {
 
   using Ring = RingBarriers<Tile::kStages>;
   using WorkRing = RingBarriers<kWorkSlots>;
+  using QRing = RingBarriers<1>;
   static constexpr int kKAt = Tile::kSmemBarriers;
   static constexpr int kVAt = kKAt + Ring::kBytes;
   static constexpr int kWorkBarriersAt = kVAt + Ring::kBytes;
   static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
-  static_assert(kQAt + 16 * Tile::kWarpgroups <= Tile::kSmemBarriers + Tile::kBarrierBytes);
+  static_assert(kQAt + QRing::kBytes * Tile::kWarpgroups <=
+                Tile::kSmemBarriers + Tile::kBarrierBytes);
 
   __device__ __forceinline__ Ring k_ring() const { return {base + kKAt}; }
   __device__ __forceinline__ Ring v_ring() const { return {base + kVAt}; }
   __device__ __forceinline__ WorkRing work_ring() const { return {base + kWorkBarriersAt}; }
-  __device__ __forceinline__ uint32_t q_full(int warpgroup) const {
-    return base + kQAt + 16 * warpgroup;
+  __device__ __forceinline__ QRing q_ring(int warpgroup) const {
+    return {base + kQAt + QRing::kBytes * warpgroup};
   }
-  __device__ __forceinline__ uint32_t q_empty(int warpgroup) const { return q_full(warpgroup) + 8; }
 };
 
 template <class Tile>
@@ -64,19 +66,52 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   smem.v_ring().init(1, Tile::kWarpgroups);
   smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1);
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
-    ptx::mbarrier_init(smem.q_full(w), 1);
-    ptx::mbarrier_init(smem.q_empty(w), Tile::has(kOutOverQ) ? 1 : 4);
+    smem.q_ring(w).init(1, Tile::has(kOutOverQ) ? 1 : 4);
   }
   ptx::fence_mbarrier_init();
 }
 
+// The blocks that a warpgroup (any of them, if all do the same) walks.
 template <class Tile>
-__device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, uint32_t tiles,
-                                        const FwdWork& work) {
+__device__ __forceinline__ FwdWalk make_walk(const FwdParams& params, const FwdWork& work,
+                                             int warpgroup) {
+  const Mask mask = Mask::make(params, work.seqlen_q, work.seqlen_kv);
+  int first_row = work.q_block * Tile::kBlockQ;
+  BlockRange range = mask.kv_blocks(first_row, Tile::kBlockQ, Tile::kBlockKV);
+  FwdWalk walk;
+  walk.skip_left = walk.skip_right = 0;
+  if constexpr (Tile::has(kTrimBlocks)) {
+    const int own_row = first_row + 64 * warpgroup;
+    const BlockRange own = mask.kv_blocks(own_row, 64, Tile::kBlockKV);
+    if (own.end > own.begin) {
+      walk.skip_left = own.begin - range.begin;
+      walk.skip_right = range.end - own.end;
+      range = own;
+      first_row = own_row;
+    }
+  }
+  walk.begin = range.begin;
+  walk.end = range.end;
+  walk.full_begin = range.full_begin;
+  walk.full_end = range.full_end;
+  // Exact blocks come first: down to where every row has seen a key, and has a reference.
+  const bool all_exact = Tile::has(kGeneral) || params.strict;
+  const int exact_begin = min(range.full_end, ceil_div(mask.kv_end(first_row), Tile::kBlockKV) - 1);
+  walk.exact_begin = all_exact ? range.begin : max(exact_begin, range.begin);
+  return walk;
+}
+
+template <class Tile>
+__device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, const FwdParams& params,
+                                        uint32_t count, const FwdWork& work) {
   const auto ring = smem.work_ring();
-  ring.wait_empty(tiles);
-  smem.work[ring.stage(tiles)] = work;
-  ptx::mbarrier_arrive(ring.full(tiles));
+  auto& slot = smem.slots[ring.stage(count)];
+  slot.work = work;
+  if (work.q_block >= 0) {
+#pragma unroll 1
+    for (int w = 0; w < slot.kWalks; ++w) slot.walks[w] = make_walk<Tile>(params, work, w);
+  }
+  ptx::mbarrier_arrive(ring.full(count));
 }
 
 // The next index of this block; the last of all draws resets the counter.
@@ -92,10 +127,13 @@ template <class Tile>
 __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const FwdArgs& args) {
   const int num_tiles = args.schedule.num_tiles;
   uint32_t tiles = 0;
-  for (int index = blockIdx.x; index < num_tiles; index = draw(args, num_tiles)) {
-    publish(smem, tiles++, dense_work(args.params, args.schedule, index));
+  for (int index = blockIdx.x; index < num_tiles; ++tiles) {
+    publish(smem, args.params, tiles, dense_work(args.params, args.schedule, index));
+    // Not before there is room for it: others may be free earlier.
+    smem.work_ring().wait_empty(tiles + 1);
+    index = draw(args, num_tiles);
   }
-  publish(smem, tiles, no_work());
+  publish(smem, args.params, tiles, no_work());
 }
 
 // The same for packed sequences; one warp.
@@ -107,12 +145,13 @@ __device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
     const FwdWork work = packed.find(index);
     if (packed.lane() == 0) {
-      publish(smem, tiles, work);
+      publish(smem, args.params, tiles, work);
+      smem.work_ring().wait_empty(tiles + 1);
       index = draw(args, num_tiles);
     }
     index = __shfl_sync(~0u, index, 0);
   }
-  if (packed.lane() == 0) publish(smem, tiles, no_work());
+  if (packed.lane() == 0) publish(smem, args.params, tiles, no_work());
 }
 
 // Loads Q, K and V of every tile; one thread.
@@ -149,8 +188,9 @@ struct Loader {
   __device__ __forceinline__ void load_q(int first_row, const MapRows& rows) {
 #pragma unroll
     for (int w = 0; w < Tile::kWarpgroups; ++w) {
-      const uint32_t full = smem.q_full(w);
-      ptx::mbarrier_wait(smem.q_empty(w), tiles % 2 ^ 1);
+      const auto ring = smem.q_ring(w);
+      const uint32_t full = ring.full(tiles);
+      ring.wait_empty(tiles);
       ptx::mbarrier_arrive_expect_tx(full, Tile::kQSliceBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
@@ -166,7 +206,7 @@ struct Loader {
     const int group = p.num_heads_q / p.num_heads_kv;
     for (;; ++tiles) {
       work_ring.wait_full(tiles);
-      const FwdWork w = smem.work[work_ring.stage(tiles)];
+      const FwdWork w = smem.slots[work_ring.stage(tiles)].work;
       ptx::mbarrier_arrive(work_ring.empty(tiles));
       if (w.q_block < 0) return;
       const Mask mask = Mask::make(p, w.seqlen_q, w.seqlen_kv);

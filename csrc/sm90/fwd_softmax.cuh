@@ -24,6 +24,14 @@ struct SoftmaxRows {
   }
 };
 
+// Of a lane's columns (two in every eight), those below `end`: bit 2 j + e is column 8 j + e.
+template <int kColumns>
+__device__ __forceinline__ uint32_t columns_below(int end) {
+  static_assert(kColumns <= 128, "a bit for every column of a lane");
+  const int x = min(max(end, 0), kColumns);
+  return static_cast<uint32_t>((uint64_t{1} << (x / 8 * 2 + min(x % 8, 2))) - 1);
+}
+
 // Scores outside the keys that a row sees become -inf. `first_key` is the key of this lane's
 // column 0, `first_row` its first row.
 template <int kN>
@@ -33,23 +41,13 @@ __device__ __forceinline__ void mask_scores(float (&s)[kN], const Mask& mask, in
   for (int r = 0; r < 2; ++r) {
     // Rows past the end are like the last one: they stay out of the way of the fast path.
     const int row = min(first_row + 8 * r, mask.seqlen_q - 1);
-    const int begin = mask.kv_begin(row) - first_key, end = mask.kv_end(row) - first_key;
+    const uint32_t seen = columns_below<2 * kN>(mask.kv_end(row) - first_key) &
+                          ~columns_below<2 * kN>(mask.kv_begin(row) - first_key);
 #pragma unroll
     for (int j = 0; j < kN / 4; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int column = 8 * j + e;
-        if (column >= end) s[4 * j + 2 * r + e] = -INFINITY;
-      }
-    }
-    if (begin > 0) {
-#pragma unroll
-      for (int j = 0; j < kN / 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = 8 * j + e;
-          if (column < begin) s[4 * j + 2 * r + e] = -INFINITY;
-        }
+        if (!(seen & (1u << (2 * j + e)))) s[4 * j + 2 * r + e] = -INFINITY;
       }
     }
   }

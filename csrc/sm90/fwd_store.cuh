@@ -6,25 +6,19 @@
 namespace flash_cuda::sm90 {
 
 template <class Tile, DType kDType>
-__device__ __forceinline__ void Consumer<Tile, kDType>::store_tile() {
-  const FwdParams& prm = args.params;
-  const FwdWork& work = this->work();
-  const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
-  const int first_row = own_q0 + warp_row() + lane() / 4;
-  const float sink = prm.sink ? prm.sink[work.head] : -INFINITY;
-  float inverse[2];
+__device__ __forceinline__ void Consumer<Tile, kDType>::end_rows(RowEnd (&ends)[2]) {
+  const float sink = args.params.sink ? args.params.sink[work().head] : -INFINITY;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + 8 * r;
-    const bool used = row < work.seqlen_q;
-    const RowEnd end = row_end(rows.reference[r], used ? rows.sum[r] : 0.f, sink);
-    inverse[r] = end.factor;
-    if ((lane() & 3) == 0 && row < work.seqlen_q_slot) {
-      float* lse = prm.lse + work.batch * prm.lse_batch_stride + work.head * prm.lse_head_stride +
-                   work.q_row0;
-      lse[row] = used ? end.lse : -INFINITY;
-    }
+    const bool used = lane_row() + 8 * r < work().seqlen_q;
+    const float sum = quad_sum(rows.sum[r]);
+    ends[r] = row_end(rows.reference[r], used ? sum : 0.f, used ? sink : -INFINITY);
   }
+}
+
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const RowEnd (&ends)[2]) {
+  const FwdWork& work = this->work();
   // The previous tile's copy has read the staging memory.
   if constexpr (!Tile::has(kOutOverQ)) {
     if (thread == 0) ptx::bulk_wait_group_read<0>();
@@ -36,8 +30,8 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile() {
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      packed[i] = ptx::pack<kDType>(o[8 * c + 2 * i] * inverse[i & 1],
-                                    o[8 * c + 2 * i + 1] * inverse[i & 1]);
+      packed[i] = ptx::pack<kDType>(o[8 * c + 2 * i] * ends[i & 1].factor,
+                                    o[8 * c + 2 * i + 1] * ends[i & 1].factor);
     }
     ptx::stmatrix_x4(smem.out(warpgroup) + c / kStepsPanel * (64 * kPanelBytes) +
                          swizzled(row, c % kStepsPanel * 2 + (lane() >> 4)),
@@ -51,14 +45,21 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile() {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
       store_rows(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
-                 panel * Tile::kPanelCols, own_q0, at);
+                 panel * Tile::kPanelCols, own_row(), at);
     }
     ptx::bulk_commit_group();
     if constexpr (Tile::has(kOutOverQ)) {
       // Q's memory is free again once the copy has read it.
       ptx::bulk_wait_group_read<0>();
-      ptx::mbarrier_arrive(smem.q_empty(warpgroup));
+      ptx::mbarrier_arrive(smem.q_ring(warpgroup).empty(tiles));
     }
+  }
+  if ((lane() & 3) == 0) {
+    float* lse = args.params.lse + work.batch * args.params.lse_batch_stride +
+                 work.head * args.params.lse_head_stride + work.q_row0;
+    const int row = lane_row();
+    if (row < work.seqlen_q_slot) lse[row] = ends[0].lse;
+    if (row + 8 < work.seqlen_q_slot) lse[row + 8] = ends[1].lse;
   }
 }
 
@@ -68,14 +69,14 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_empty() {
   const FwdParams& prm = args.params;
   const FwdWork& work = this->work();
   // Every warp sees every phase of Q's barrier, before it is released.
-  ptx::mbarrier_wait(smem.q_full(warpgroup), tiles % 2);
+  smem.q_ring(warpgroup).wait_full(tiles);
   if constexpr (Tile::has(kOutOverQ)) {
     ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
-    if (thread == 0) ptx::mbarrier_arrive(smem.q_empty(warpgroup));
+    if (thread == 0) ptx::mbarrier_arrive(smem.q_ring(warpgroup).empty(tiles));
   } else {
     release_q();
   }
-  const int own_q0 = work.q_block * Tile::kBlockQ + 64 * warpgroup;
+  const int own_q0 = own_row();
   const int num_rows = min(64, work.seqlen_q_slot - own_q0);
   const int chunks = prm.head_dim_v / 8;
   auto* out = static_cast<uint16_t*>(prm.out) + work.head * prm.out_stride.head +
@@ -98,8 +99,15 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run() {
   const auto ring = smem.work_ring();
   for (;; ++tiles) {
     ring.wait_full(tiles);
-    if (uniform(smem.work[ring.stage(tiles)].q_block) < 0) break;
-    run_tile();
+    if (uniform(work().q_block) < 0) break;
+    const FwdWalk walk = this->walk();
+    if (walk.is_empty()) {
+      store_empty();
+    } else {
+      first_block(walk);
+      other_blocks(walk);
+      finish_tile(walk);
+    }
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(ring.empty(tiles));
   }
@@ -112,8 +120,10 @@ template <class Tile, DType kDType>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs args) {
   extern __shared__ uint8_t smem_raw[];
-  __shared__ FwdWork work[kWorkSlots];
-  const FwdSmem<Tile> smem{(ptx::smem_addr(smem_raw) + 1023) & ~1023u, work};
+  __shared__ FwdWorkSlot<Tile::has(kTrimBlocks) ? Tile::kWarpgroups : 1> slots[kWorkSlots];
+  __shared__ uint32_t exact_from[Tile::kWarpgroups];
+  const FwdSmem<Tile> smem{(ptx::smem_addr(smem_raw) + 1023) & ~1023u, slots, exact_from};
+  if (threadIdx.x < Tile::kWarpgroups) exact_from[threadIdx.x] = ~0u;
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
@@ -127,8 +137,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       Loader<Tile>{smem, args}.run();
     } else if (threadIdx.x / 32 == 1) {
       const bool packed = args.params.cu_seqlens_q;
-      if (Tile::kServesPacked && packed) {
-        if constexpr (Tile::kServesPacked) schedule_packed(smem, args);
+      if (packed) {
+        schedule_packed(smem, args);
       } else if (threadIdx.x == 32) {
         schedule_dense(smem, args);
       }

@@ -12,10 +12,8 @@ enum FwdOption : unsigned {
   kQInRegisters = 1,  // Q fragments are read once a tile; its shared memory is free early
   kOutOverQ = 2,      // O is staged in Q's shared memory, where there is no room for both
   kTrimBlocks = 4,    // every warpgroup walks its own KV range, not the block's
-  kHalfDiagonal = 8,  // half-width GEMMs where a warpgroup sees half of its first KV block
-  kPingPong = 16,     // warpgroups take turns at issuing GEMMs
-  kStayExact = 64,    // after a repair a warp computes row maxima for the rest of the tile
-  kGeneral = 32,      // softcap, ALiBi, bias, any softmax_scale; every block by the exact path
+  kPingPong = 8,      // warpgroups take turns at issuing GEMMs
+  kGeneral = 16,      // softcap, ALiBi, bias, any softmax_scale; every block by the exact path
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
@@ -41,9 +39,6 @@ struct FwdTile {
   static constexpr int kRegistersConsumer =
       min_of((kRegistersEntry * (1 + kWarpgroups) - kRegistersProducer) / kWarpgroups / 8 * 8, 240);
 
-  // Counting packed tiles takes more registers than the producer has beside three warpgroups.
-  static constexpr bool kServesPacked = kRegistersProducer >= 40;
-
   // A row of a panel is one swizzle width: 64 columns, or 32 where 64 does not divide the head dim.
   static constexpr int kPanelBytes = kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 ? 128 : 64;
   static constexpr int kPanelCols = kPanelBytes / 2;
@@ -58,8 +53,7 @@ struct FwdTile {
   // Offsets from a base aligned to 1024 bytes.
   static constexpr int kSmemQ = 0;
   static constexpr int kSmemOut = kQSliceBytes * kWarpgroups;
-  static constexpr int kSmemK =
-      kQSliceBytes * kWarpgroups + (has(kOutOverQ) ? 0 : kOutSliceBytes * kWarpgroups);
+  static constexpr int kSmemK = kSmemOut + (has(kOutOverQ) ? 0 : kOutSliceBytes * kWarpgroups);
   static constexpr int kSmemV = kSmemK + kStages * kStageBytesK;
   static constexpr int kSmemBarriers = kSmemV + kStages * kStageBytesV;
   static constexpr int kBarrierBytes = 512;

@@ -1,7 +1,7 @@
 // Which tile serves which call: one table for all head dimensions.
 //
-// kShort serves rows that see few keys (their tiles end often), kLong the others, kGeneral every
-// call with a score modification. The figures behind it are in docs/tuning.md.
+// Short serves rows that see few keys (their tiles end often), Long the others, General every call
+// with a score modification. The figures behind it are in docs/tuning.md.
 #pragma once
 
 #include "sm90/fwd_launch.cuh"
@@ -11,23 +11,22 @@ namespace flash_cuda::sm90 {
 template <int kHeadDim, int kHeadDimV>
 struct FwdVariants;
 
-// What is measured so far, single calls and heat-soaked: three warpgroups at head_dim 64 win from
-// 4096 keys on without a diagonal (soaked 545 against 525 TFLOP/s at 16384) and lose below; turns
-// at head_dim 128 win up to 1024 keys (529 against 515 at 512) and lose 1 % above.
+// Four warpgroups with 64 keys a block hide more of each other's latency than two or three with
+// 128; below a diagonal each walks its own range.
 template <>
 struct FwdVariants<64, 64> {
-  using Long = FwdTile<64, 64, 128, 3, 4>;
-  using Short = FwdTile<64, 64, 128, 2, 4, kQInRegisters>;
+  using Long = FwdTile<64, 64, 64, 4, 8>;
+  using Short = FwdTile<64, 64, 64, 4, 8, kTrimBlocks>;
   using General = FwdTile<64, 64, 64, 2, 4, kGeneral>;
-  static constexpr int kShortKeys = 3072;
+  static constexpr int kShortKeys = 0;
   static constexpr bool kDiagonalIsShort = true;
 };
 template <>
 struct FwdVariants<96, 96> {
   using Long = FwdTile<96, 96, 128, 2, 2, kQInRegisters>;
-  using Short = Long;
+  using Short = FwdTile<96, 96, 128, 2, 2, kPingPong>;
   using General = FwdTile<96, 96, 64, 2, 2, kGeneral>;
-  static constexpr int kShortKeys = 0;
+  static constexpr int kShortKeys = 1024;
   static constexpr bool kDiagonalIsShort = false;
 };
 template <>
@@ -36,7 +35,7 @@ struct FwdVariants<128, 128> {
   using Short = FwdTile<128, 128, 128, 2, 2, kPingPong>;
   using General = FwdTile<128, 128, 64, 2, 2, kGeneral>;
   static constexpr int kShortKeys = 1024;
-  static constexpr bool kDiagonalIsShort = false;
+  static constexpr bool kDiagonalIsShort = true;
 };
 template <>
 struct FwdVariants<192, 128> {
@@ -48,7 +47,7 @@ struct FwdVariants<192, 128> {
 };
 template <>
 struct FwdVariants<192, 192> {
-  using Long = FwdTile<192, 192, 112, 2, 2, kOutOverQ>;
+  using Long = FwdTile<192, 192, 96, 2, 2, kOutOverQ>;
   using Short = Long;
   using General = FwdTile<192, 192, 64, 2, 2, kOutOverQ | kGeneral>;
   static constexpr int kShortKeys = 0;
@@ -56,9 +55,9 @@ struct FwdVariants<192, 192> {
 };
 template <>
 struct FwdVariants<256, 256> {
-  using Long = FwdTile<256, 256, 80, 2, 2, kOutOverQ>;
+  using Long = FwdTile<256, 256, 64, 2, 2, kOutOverQ>;
   using Short = Long;
-  using General = FwdTile<256, 256, 64, 2, 2, kOutOverQ | kGeneral>;
+  using General = FwdTile<256, 256, 48, 2, 2, kOutOverQ | kGeneral>;
   static constexpr int kShortKeys = 0;
   static constexpr bool kDiagonalIsShort = false;
 };
@@ -78,9 +77,9 @@ template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
   if (is_general(p)) return launch_tile<typename Variants::General, kDType>(p, stream);
-  const bool diagonal = p.window_right < kUnbounded || p.attention_chunk > 0;
-  if ((Variants::kDiagonalIsShort && diagonal) || keys_of_a_row(p) <= Variants::kShortKeys ||
-      (!Variants::Long::kServesPacked && p.cu_seqlens_q)) {
+  const bool diagonal =
+      p.window_right < kUnbounded || p.window_left < kUnbounded || p.attention_chunk > 0;
+  if ((Variants::kDiagonalIsShort && diagonal) || keys_of_a_row(p) <= Variants::kShortKeys) {
     return launch_tile<typename Variants::Short, kDType>(p, stream);
   }
   launch_tile<typename Variants::Long, kDType>(p, stream);
