@@ -76,6 +76,14 @@ __device__ __forceinline__ void bulk_reduce_add_f32(float* dst, uint32_t src, in
       : "memory");
 }
 
+// Flat copy from shared memory; completion is by bulk group.
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t src, int bytes, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(dst),
+      "r"(src), "r"(bytes), "l"(policy)
+      : "memory");
+}
+
 // Flat copy; addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile(

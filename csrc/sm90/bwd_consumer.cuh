@@ -271,7 +271,8 @@ struct BwdConsumer {
     ptx::wgmma_wait_group<1>();  // dV has taken dO
     ptx::pin(dv);
     pin_operand(p16);
-    if (thread == 0) ptx::mbarrier_arrive(bars.dout_empty(stage));
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(bars.dout_empty(stage));
     ptx::pin(dk);
     pin_operand(ds16);
     ptx::wgmma_fence();
@@ -283,7 +284,8 @@ struct BwdConsumer {
     ptx::wgmma_wait_group<0>();  // dK has taken Q
     ptx::pin(dk);
     pin_operand(ds16);
-    if (thread == 0) ptx::mbarrier_arrive(bars.q_empty(stage));
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(bars.q_empty(stage));
   }
 
   // The loop's own values stay in registers: a read of the task in it would wait behind the GEMMs.

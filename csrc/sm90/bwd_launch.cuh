@@ -20,22 +20,30 @@ inline CUtensorMap bwd_map(const void* base, Stride stride, int64_t head_dim, in
                          dtype);
 }
 
-// Heads that walk their rows together, the first KV block of all, then the second. What the running
-// blocks read and add to has to stay in the L2 cache: as many heads as fill the card once. Long
-// causal rows: as many as keep Q and dO in half of the cache, so that the longest blocks start
-// first (docs/tuning.md).
+// Heads that walk their rows together, the first KV block of all, then the second, so that under a
+// causal mask long blocks start first. What the running blocks read and add to has to stay in the
+// L2 cache: dense, as many heads as fit the card at once; packed, as many as keep Q and dO in half
+// of the cache.
 inline int heads_per_section(const FwdParams& p, int heads, int kv_blocks) {
-  constexpr int64_t kL2Budget = 34 << 20;
-  constexpr int kShortCausal = 1024;
-  const bool packed = p.cu_seqlens_q || p.cu_seqlens_k;
-  if (!packed && (p.window_right == kUnbounded || p.seqlen_q <= kShortCausal)) {
-    return min_of(heads, ceil_div(p.num_sms, max_of(kv_blocks, 1)));
+  if (!p.cu_seqlens_q && !p.cu_seqlens_k) {
+    return min_of(heads, max_of(p.num_sms / max_of(kv_blocks, 1), 1));
   }
+  constexpr int64_t kL2Budget = 34 << 20;
   const int64_t group_bytes =
       int64_t(p.seqlen_q) * p.head_dim * 4 * (p.num_heads_q / p.num_heads_kv);
   int section = 1;
   while (section * 2 <= heads && section * 2 * group_bytes <= kL2Budget) section *= 2;
   return section;
+}
+
+// How far ahead of its own tasks a section's sums of dQ are zeroed: when those are drawn, all
+// blocks have drawn another task since. 0: by the pre-pass.
+inline int sections_ahead(const BwdArgs& args) {
+  const FwdParams& p = args.params.fwd;
+  if (p.cu_seqlens_q || p.cu_seqlens_k) return 0;
+  const int sections = ceil_div(args.sections_of, args.heads_per_section);
+  const int ahead = 1 + ceil_div(p.num_sms, args.heads_per_section * args.kv_blocks);
+  return ahead < sections ? ahead : 0;
 }
 
 template <class Tile, DType kDType, bool kGeneral>
@@ -44,8 +52,7 @@ void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) 
   static std::atomic<uint64_t> smem_allowed{0};
   auto* kernel = bwd_kernel<Tile, kDType, kGeneral>;
   allow_dynamic_smem(kernel, kSmemBytes, smem_allowed);
-  const int blocks =
-      args.one_task ? args.num_tasks : min_of(args.num_tasks, args.params.fwd.num_sms);
+  const int blocks = min_of(args.num_tasks, args.params.fwd.num_sms);
   LaunchShape shape{dim3(static_cast<unsigned>(blocks)), Tile::kThreads, kSmemBytes};
   shape.after_dependency = true;
   launch_kernel(kernel, shape, stream, maps, args);
@@ -72,6 +79,9 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
                                   : ceil_div(p.seqlen_kv, Tile::kBlockKV);
   args.sections_of = p.cu_seqlens_k ? p.num_heads_kv : p.batch * p.num_heads_kv;
   args.heads_per_section = heads_per_section(p, args.sections_of, args.kv_blocks);
+  // Deterministic mode goes from high keys to low: the KV blocks of a head one after the other, so
+  // that a block does not wait long for the one on its diagonal.
+  if (params.deterministic && p.window_right != kUnbounded) args.heads_per_section = 1;
 
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
   const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
@@ -95,11 +105,13 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
                       kOutRows, p.dtype);
   }
 
-  const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
   args.num_tasks = args.kv_blocks * args.sections_of;
-  args.one_task = params.deterministic;
+  args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
+  const bool any_gemm = args.num_tasks > 0 && (params.dq || params.dk || params.dv);
+  args.sections_ahead = any_gemm ? sections_ahead(args) : 0;
+  const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * p.num_heads_q));
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
-  if (params.dq || params.dk || params.dv) {
+  if (any_gemm) {
     if (p.softcap != 0.0f || p.alibi_slopes) {
       launch_main<Tile, kDType, true>(maps, args, stream);
     } else {

@@ -120,12 +120,23 @@ __global__ void __launch_bounds__(kPassThreads)
       args.work.delta[work_row + r] = negative;
     }
   }
-  float4* sums = reinterpret_cast<float4*>(args.work.dq + work_row * Tile::kHeadDim);
+  // The main kernel zeroes the sums of later sections itself.
+  const int bh = s.q_batch * p.num_heads_q + head;
+  if (!args.sections_ahead ||
+      bh * args.q_blocks < args.first_item_of_section(args.sections_ahead)) {
+    float4* sums = reinterpret_cast<float4*>(args.work.dq + work_row * Tile::kHeadDim);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < Tile::kBlockQ * Tile::kHeadDim / 4; i += kPassThreads) {
-    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = threadIdx.x; i < Tile::kBlockQ * Tile::kHeadDim / 4; i += kPassThreads) {
+      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) *args.work.next_task = 0;
+  if (blockIdx.x == 0) {
+    if (threadIdx.x == 0) *args.work.next_task = 0;
+    if (args.sections_ahead) {
+      const int sections = ceil_div(args.sections_of, args.heads_per_section);
+      for (int i = threadIdx.x; i < sections; i += kPassThreads) args.work.zeroed[i] = 0;
+    }
+  }
   if (args.work.dq_turn && threadIdx.x < 2) {
     args.work.dq_turn[(head * args.work.row_blocks + index) * 2 + threadIdx.x] = 0;
   }

@@ -46,6 +46,10 @@ __device__ __forceinline__ void bwd_load_rows(const CUtensorMap& map, const floa
   ptx::bulk_load(values, row_values, Smem::kRowBytes, bar);
 }
 
+// The next task is drawn when so many steps of one are still to be loaded: early enough to load K
+// and V without a gap, late enough that no task waits long for a block that is busy.
+constexpr int kDrawAt = 4;
+
 // One thread: Q, dO, lse2 and delta of every step of a task.
 template <class Tile>
 __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMaps& maps,
@@ -55,11 +59,13 @@ __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMap
   const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
   const int q_row0 = task.q_row0, batch = task.q_batch, head0 = task.first_q_head();
   const int base = task.row_block_base, tail_q0 = task.first_tail_q0();
+  const int draw_at = min_of(task.num_steps(), kDrawAt);
 #pragma unroll 1
   for (BwdSteps at(task); at.left > 0; at.next()) {
     const int head = head0 + at.group, q0 = at.q_block * Tile::kBlockQ, stage = ring.slot;
     const int64_t work_row = (head * args.work.row_blocks + base + at.q_block) * Tile::kBlockQ;
     const bool tail = q0 >= tail_q0;
+    if (at.left == draw_at) ptx::mbarrier_arrive(bars.near_end());
     ptx::mbarrier_wait(bars.q_empty(stage),
                        ring.phase ^ 1);  // the buffers start empty
     bwd_load_rows<Tile>(maps.q, args.work.lse2 + work_row, smem + Smem::kQ + stage * Smem::kQBytes,
@@ -86,7 +92,9 @@ __device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& map
     ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
     const BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
     if (task.none) return;
-    if (task.num_steps() > 0) {
+    if (task.num_steps() == 0) {
+      ptx::mbarrier_arrive(bars.near_end());
+    } else {
       ptx::mbarrier_wait(bars.kv_empty(), kv_phase);
       bwd_load_kv<Tile>(maps, task, smem);
       kv_phase ^= 1;
@@ -145,28 +153,66 @@ struct BwdTails {
   }
 };
 
-// Warp 3: draws tasks, a task ahead of the others. Tasks are drawn in order also at first, so that
-// whatever a task waits for in deterministic mode is running (there a block takes one task only: a
-// task drawn ahead would keep others waiting before it has begun).
+// One thread: zeroes a task's part of the dQ sums of a section that is yet to come. They go to the
+// L2 cache and are added to before they would leave it, which saves writing and reading them.
+template <class Tile>
+__device__ __forceinline__ void bwd_zero_sums(const BwdArgs& args, const BwdTask<Tile>& task,
+                                              uint32_t smem) {
+  using Smem = BwdSmem<Tile>;
+  const int section = task.section + args.sections_ahead;
+  const int first = args.first_item_of_section(section);
+  const int all = args.first_item_of_section(section + 1) - first;
+  if (all == 0) return;
+  const int tasks = args.tasks_of_section(task.section), each = all / tasks, rest = all % tasks;
+  const int begin = first + task.in_section * each + min_of(task.in_section, rest);
+  const int end = begin + each + (task.in_section < rest);
+#pragma unroll 1
+  for (int item = begin; item < end; ++item) {
+    char* const sums =
+        reinterpret_cast<char*>(args.work.dq) + args.row_block_number(item) * Smem::kDqBytes;
+#pragma unroll
+    for (int i = 0; i < Smem::kDqBytes; i += Smem::kZeroBytes) {
+      ptx::bulk_store(sums + i, smem + Smem::kZeros, Smem::kZeroBytes, ptx::kEvictLast);
+    }
+  }
+  ptx::bulk_commit_group();
+  ptx::bulk_wait_group<0>();
+  ptx::fence_proxy_async_global();
+  ptx::add_release(args.work.zeroed + section, 1);
+}
+
+// Warp 3: draws tasks, the next one shortly before the end of one, and zeroes sums. Tasks are drawn
+// in order also at first, so that whatever a task waits for in deterministic mode is running or
+// done. There the next one is drawn at the end: others would wait for a task that is drawn and not
+// begun.
 template <class Tile>
 __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uint8_t* smem_ptr) {
-  const BwdBarriers<Tile> bars{smem + BwdSmem<Tile>::kBarriers};
-  const bool leader = threadIdx.x % 32 == 0;
+  using Smem = BwdSmem<Tile>;
+  const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+  const int lane = threadIdx.x % 32;
   BwdTails<Tile> tails{smem, smem_ptr};
+  for (int i = lane; i < Smem::kZeroBytes / 16; i += 32) {
+    reinterpret_cast<uint4*>(smem_ptr + Smem::kZeros)[i] = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_proxy_async_shared();
+  __syncwarp();
   ptx::griddep_wait();  // the pre-pass sets the counter
-  bool last = false;
   for (RingPlace tasks;; tasks.next()) {
     BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
-    if (leader) {
+    if (lane == 0) {
+      ptx::mbarrier_wait(bars.near_end(), tasks.slot ^ 1);
       ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
+      if (args.params.deterministic) {
+        ptx::mbarrier_wait(bars.task_empty(tasks.slot ^ 1), tasks.phase ^ (tasks.slot == 0));
+      }
       do {
-        const int index = last ? args.num_tasks : atomicAdd(args.work.next_task, 1);
+        const int index = atomicAdd(args.work.next_task, 1);
         task.none = index >= args.num_tasks;
         if (task.none) break;
         bwd_task<Tile>(args, index, task);
       } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
-      last = args.one_task;
       ptx::mbarrier_arrive(bars.task_full(tasks.slot));
+      if (!task.none && args.sections_ahead) bwd_zero_sums(args, task, smem);
     }
     __syncwarp();
     if (task.none) return;
@@ -189,11 +235,12 @@ struct BwdStore {
 
   __device__ void add_dq(const BwdTask<Tile>& task) {
     const int head0 = task.first_q_head(), base = task.row_block_base;
+    if (leader()) wait_zeroed(args, task.section);
 #pragma unroll 1
     for (BwdSteps at(task); at.left > 0; at.next()) {
-      ptx::named_barrier_sync(kDqFull + half, 160);
       const int64_t part =
           2 * ((head0 + at.group) * args.work.row_blocks + base + at.q_block) + half;
+      ptx::named_barrier_sync(kDqFull + half, 160);
       if (leader()) {
         if (args.work.dq_turn) wait_for_turn(args.work.dq_turn + part, task.turn(at.q_block));
         ptx::bulk_reduce_add_f32(args.work.dq + part * kHalf, address(), kHalf * 4,

@@ -19,7 +19,9 @@ struct BwdSmem {
   static constexpr int kQ = kV + kKvBytes, kDout = kQ + Tile::kStages * kQBytes;
   static constexpr int kDs = kDout + Tile::kStages * kQBytes;  // one buffer a stage
   static constexpr int kDq = kDs + Tile::kStages * kDsBytes;
-  static constexpr int kLse = kDq + kDqBytes, kDelta = kLse + Tile::kStages * kRowBytes;
+  static constexpr int kZeroBytes = 4096;
+  static constexpr int kZeros = kDq + kDqBytes;
+  static constexpr int kLse = kZeros + kZeroBytes, kDelta = kLse + Tile::kStages * kRowBytes;
   static constexpr int kBarriers = kDelta + Tile::kStages * kRowBytes;
   static constexpr int kTask = kBarriers + 8 * BwdBarriers<Tile>::kCount;  // two, a ring
   static constexpr int kBytes = (kTask + 2 * sizeof(BwdTask<Tile>) + 15) / 16 * 16;

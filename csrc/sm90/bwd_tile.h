@@ -40,7 +40,12 @@ struct BwdWorkspace {
       nullptr;  // (num_heads_q, row_blocks, 2): deterministic mode, whose turn it is to add
 
   int* next_task = nullptr;  // the first that no thread block has drawn
+  int* zeroed =
+      nullptr;  // of each section (dense batches): tasks that have zeroed their part of it
 
+  static int max_sections(const FwdParams& p) {
+    return p.cu_seqlens_q || p.cu_seqlens_k ? 0 : p.batch * p.num_heads_kv;
+  }
   static int64_t row_blocks_of(const FwdParams& p, int block_q) {
     return p.cu_seqlens_q ? p.total_q / block_q + p.batch
                           : int64_t(p.batch) * ceil_div(p.seqlen_q, block_q);
@@ -62,6 +67,7 @@ struct BwdWorkspace {
     delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
     dq = reinterpret_cast<float*>(take(rows * head_dim * sizeof(float)));
     next_task = reinterpret_cast<int*>(take(sizeof(int)));
+    zeroed = reinterpret_cast<int*>(take(max_sections(p) * sizeof(int)));
     if (params.deterministic) {
       dq_turn = reinterpret_cast<int*>(take(size_t(p.num_heads_q) * row_blocks * 2 * sizeof(int)));
     }

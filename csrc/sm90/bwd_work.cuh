@@ -29,7 +29,31 @@ struct BwdArgs {
   int heads_per_section;  // (batch *) heads whose Q and dO share the L2 cache
   int sections_of;  // what is divided into sections: batch * num_heads_kv, packed: num_heads_kv
   int num_tasks;    // kv_blocks * sections_of; with spare ones in a packed batch
-  bool one_task;    // a thread block ends after one task
+  // A dense call of many sections zeroes most of its dQ sums in the main kernel, shortly before
+  // they are added to (wait_zeroed); the pre-pass zeroes those of the first sections. Else 0.
+  int sections_ahead;
+  int q_blocks;  // row blocks of a query head
+
+  __device__ int tasks_per_section() const { return heads_per_section * kv_blocks; }
+  __device__ int heads_of_section(int section) const {
+    return min_of(heads_per_section, sections_of - section * heads_per_section);
+  }
+  __device__ int tasks_of_section(int section) const {
+    return heads_of_section(section) * kv_blocks;
+  }
+  // Row blocks in the order of the sections: those of a query head, then of the next.
+  __device__ int items_per_head() const {
+    return params.fwd.num_heads_q / params.fwd.num_heads_kv * q_blocks;
+  }
+  __device__ int first_item_of_section(int section) const {
+    return min_of(section * heads_per_section, sections_of) * items_per_head();
+  }
+  // Where a row block lies among those of its head.
+  __device__ int64_t row_block_number(int item) const {
+    const int bh = item / q_blocks, b = bh / params.fwd.num_heads_q;
+    return (bh - b * params.fwd.num_heads_q) * work.row_blocks + b * q_blocks + item -
+           bh * q_blocks;
+  }
 };
 
 template <class Tile>
@@ -48,12 +72,13 @@ struct BwdBarriers {
   __device__ uint32_t kv_empty() const { return tail_k() + 8 * (2 + 2 * Tile::kStages); }
   __device__ uint32_t task_full(int slot) const { return kv_empty() + 8 * (1 + slot); }
   __device__ uint32_t task_empty(int slot) const { return task_full(slot) + 16; }
-  static constexpr int kCount = 8 + 6 * Tile::kStages;
+  __device__ uint32_t near_end() const { return task_empty(0) + 16; }  // time to draw a task
+  static constexpr int kCount = 9 + 6 * Tile::kStages;
   static constexpr int kTaskReaders = 3 + 4 * Tile::kConsumerWarpgroups;  // warps
-  // One arrival a warpgroup releases a stage: bar.sync on dS has gathered its warps by then.
   __device__ void init() const {
     ptx::mbarrier_init(kv_full(), 2);                               // K and V
     ptx::mbarrier_init(kv_empty(), 4 * Tile::kConsumerWarpgroups);  // warps
+    ptx::mbarrier_init(near_end(), 1);
     ptx::mbarrier_init(tail_k(), 1);
     ptx::mbarrier_init(tail_v(), 1);
     for (int s = 0; s < 2; ++s) {
@@ -65,8 +90,8 @@ struct BwdBarriers {
       ptx::mbarrier_init(dout_full(s), 1);
       ptx::mbarrier_init(tail_q(s), 1);
       ptx::mbarrier_init(tail_dout(s), 1);
-      ptx::mbarrier_init(q_empty(s), Tile::kConsumerWarpgroups);
-      ptx::mbarrier_init(dout_empty(s), Tile::kConsumerWarpgroups);
+      ptx::mbarrier_init(q_empty(s), 4 * Tile::kConsumerWarpgroups);  // warps
+      ptx::mbarrier_init(dout_empty(s), 4 * Tile::kConsumerWarpgroups);
     }
   }
 };
@@ -89,17 +114,14 @@ struct BwdTask {
   int kv_row0, kv_batch, kv_head;
   int kv_slot_end;  // keys whose gradient is to be written
   int q_row0, q_batch, sequence;
+  int section, in_section;             // of heads, and the task's place in it
   int row_block_base;                  // of the sequence, in the workspace
   int group_size;                      // query heads of the KV head
   bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
-  bool descending;                     // deterministic mode: last Q block first
   bool none;                           // no task is left
 
-  __device__ int steps_per_head() const { return blocks.end - blocks.begin; }
-  __device__ int num_steps() const { return group_size * steps_per_head(); }
+  __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
   __device__ int first_q_head() const { return kv_head * group_size; }
-  __device__ int first_q_block() const { return descending ? blocks.end - 1 : blocks.begin; }
-  __device__ int q_block_stride() const { return descending ? -1 : 1; }
   // From this row on a Q block reaches past the sequence, into rows that may hold anything.
   __device__ int first_tail_q0() const {
     return junk_behind_q ? mask.seqlen_q - Tile::kBlockQ + 1 : kUnbounded;
@@ -107,32 +129,30 @@ struct BwdTask {
   __device__ bool kv_has_tail() const {
     return junk_behind_kv && kv0 + Tile::kBlockKV > mask.seqlen_kv;
   }
-  // How many KV blocks add to this block of dQ before this one: they go from low to high keys. All
-  // start at their last Q block, so that a block's predecessor is never behind, and thread blocks
-  // with lower keys are launched first: what is waited for is running or done.
+  // Deterministic mode: how many KV blocks add to this block of dQ before this one. They go from
+  // high keys to low. Tasks are drawn in that order, so that whatever one waits for is running or
+  // done; and since a task starts at its first Q block, under a causal mask those begun together
+  // never meet.
   __device__ int turn(int q_block) const {
-    const int first_key = max_of(mask.kv_begin(q_block * Tile::kBlockQ), 0);
-    return kv0 / Tile::kBlockKV - first_key / Tile::kBlockKV;
+    const int last_q = min_of((q_block + 1) * Tile::kBlockQ, mask.seqlen_q) - 1;
+    return (mask.kv_end(last_q) - 1) / Tile::kBlockKV - kv0 / Tile::kBlockKV;
   }
 };
 
 // The Q blocks of a task in the order of its loop: those of one head after the other.
 struct BwdSteps {
-  int first, stride, per_head, left, in_head = 0;
-  int q_block, group = 0;
+  int begin, end, left;
+  int q_block, group = 0;  // and the place of the head in the group
   template <class Tile>
   __device__ explicit BwdSteps(const BwdTask<Tile>& task)
-      : first(task.first_q_block()),
-        stride(task.q_block_stride()),
-        per_head(task.steps_per_head()),
+      : begin(task.blocks.begin),
+        end(task.blocks.end),
         left(task.num_steps()),
-        q_block(first) {}
+        q_block(task.blocks.begin) {}
   __device__ void next() {
     --left;
-    q_block += stride;
-    if (++in_head == per_head) {
-      in_head = 0;
-      q_block = first;
+    if (++q_block == end) {
+      q_block = begin;
       ++group;
     }
   }
@@ -159,12 +179,13 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
   const FwdParams& p = args.params.fwd;
   // Sections of heads; inside one, KV blocks outer and heads inner, low keys first (the longest
   // rows under a causal mask).
-  const int per_section = args.heads_per_section * args.kv_blocks;
+  const int per_section = args.tasks_per_section();
   const int section = index / per_section, rest = index - section * per_section;
-  const int heads =
-      min_of(args.heads_per_section, args.sections_of - section * args.heads_per_section);
+  const int heads = args.heads_of_section(section);
   int kv_block = rest / heads;
   const int bh = section * args.heads_per_section + rest - kv_block * heads;
+
+  if (args.params.deterministic) kv_block = args.kv_blocks - 1 - kv_block;
 
   int b;
   if (p.cu_seqlens_k) {
@@ -187,11 +208,12 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
   t.q_row0 = s.q_row0;
   t.q_batch = s.q_batch;
   t.sequence = b;
+  t.section = section;
+  t.in_section = rest;
   t.row_block_base = static_cast<int>(row_block_base(p, b, Tile::kBlockQ));
   t.group_size = p.num_heads_q / p.num_heads_kv;
   t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
   t.junk_behind_kv = p.cu_seqlens_k || p.seqused_k;
-  t.descending = args.params.deterministic;
   t.none = false;
 }
 
@@ -203,6 +225,15 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
 __device__ __forceinline__ void pass_turn(int* turn, int mine) {
   ptx::fence_proxy_async_global();
   ptx::store_release(turn, mine + 1);
+}
+
+// Returns once the sums of the section are zeroed.
+__device__ __forceinline__ void wait_zeroed(const BwdArgs& args, int section) {
+  if (!args.sections_ahead || section < args.sections_ahead) return;  // by the pre-pass
+  const int parts = args.tasks_of_section(section - args.sections_ahead);
+  while (ptx::load_acquire(args.work.zeroed + section) != parts) {
+  }
+  ptx::fence_proxy_async_global();
 }
 
 }  // namespace flash_cuda::sm90
