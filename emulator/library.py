@@ -1,16 +1,19 @@
 """The library of one architecture's kernels that runs on the CPU.
 
-It holds the host objects of csrc/<folder> and csrc/common as the ordinary build made them, the
-translated PTX that nvcc kept beside them, the emulator's runtime and its stand-in for the CUDA
-runtime. Objects that the ordinary build lacks, or that are older than their sources, are compiled
-here, without ptxas. Everything is cached by content, compilers and CPU.
+It holds the host objects of csrc/<folder> and csrc/common as the ordinary build made them, an index
+of the translated PTX that nvcc kept beside them, the emulator's runtime and its stand-in for the
+CUDA runtime. Objects that the ordinary build lacks, or that are older than their sources, are
+compiled here, without ptxas. A kernel's translation is compiled when it is first launched. All is
+cached by content, compilers and CPU.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,15 +37,17 @@ from .toolchain import (
     PTX_TARGETS,
     ROOT,
     RUNTIME_FLAGS,
+    SEPARATE_FLAGS,
+    SEPARATE_INDEX_FLAGS,
     Tools,
     cache_folder,
     find_tools,
     run,
 )
-from .translate import TranslationError, translate
 
 Say = Callable[[str], None]
 T = TypeVar("T")
+Job = tuple[Path, list[str]]  # a C++ file and its flags
 
 
 def _say(text: str) -> None:
@@ -65,6 +70,7 @@ class Recipe:
         table: C++ function that returns the KernelTable, or None for a library without one.
         nvcc_flags: additional ones (include folders, macros).
         program: the kernels' file has a main(); the result is a program.
+        separate: kernels are compiled when they are first launched, as objects of their own.
     """
 
     name: str
@@ -74,6 +80,7 @@ class Recipe:
     table: str | None = None
     nvcc_flags: list[str] = field(default_factory=list)
     program: bool = False
+    separate: bool = False
 
 
 def architectures() -> list[str]:
@@ -96,6 +103,7 @@ def recipe_of(arch: str) -> Recipe:
         sorted(p for f in folders for p in f.glob("*.cu")),
         sorted(p for f in folders for p in f.glob("*.cpp")),
         f"flash_cuda::{arch}::kernel_table",
+        separate=True,
     )
 
 
@@ -163,7 +171,7 @@ class Builder:
         for f in (self.objects, self.modules, self.cache / "lib"):
             f.mkdir(parents=True, exist_ok=True)
 
-    def build(self) -> Path:
+    def build(self, kernels: bool) -> Path:
         started = time.monotonic()
         everything = [*self.recipe.kernels, *self.recipe.hosts]
         made = self._in_parallel([partial(self._host, p) for p in everything])
@@ -174,13 +182,20 @@ class Builder:
             for path in paths
             if path.suffix == ".ptx"
         ]
-        sources = self._in_parallel([partial(self._translate, s, p) for s, p in ptx])
-        jobs = [job for group in sources for job in group] + self._runtime_jobs()
+        modules = self._in_parallel([partial(self._translate, s, p) for s, p in ptx])
+        code = [job for module in modules for job in module[0]]
+        jobs = [module[1] for module in modules] + self._runtime_jobs()
         jobs.append((self._table_source(), HOST_FLAGS))
+        if not self.recipe.separate:
+            jobs += code
         # The longest first, so that no core waits for a late straggler.
         jobs.sort(key=lambda j: -j[0].stat().st_size)
         done = self._in_parallel([partial(self._compile, *job) for job in jobs])
-        library = self._link([*compiled, *done])
+        # Kernels of other code belong to another library, though they are not in it.
+        later = [self._object(*job)[0].name for job in code if self.recipe.separate]
+        library = self._link([*compiled, *done], sorted(later))
+        if self.recipe.separate:
+            self._note_kernels(library, code, kernels)
         seconds = time.monotonic() - started
         if seconds > 2:
             self.say(f"{self.recipe.name}: {library.name} ready in {seconds:.0f} s")
@@ -293,34 +308,31 @@ class Builder:
         return [obj]
 
     # ---- translation
-    def _translate(self, source: Path, ptx: Path) -> list[tuple[Path, list[str]]]:
-        """C++ files of a PTX file, and how to compile them."""
+    def _translate(self, source: Path, ptx: Path) -> tuple[list[Job], Job]:
+        """C++ files of a PTX file and their flags: kernels, and the index."""
         text = ptx.read_bytes()
         translator = "".join(_content(p) for p in sorted((HERE / "translate").glob("*.py")))
-        module = f"{source.parent.name}_{source.stem}"
-        prefix = module
+        module = prefix = f"{source.parent.name}_{source.stem}"
         folder = self.modules / f"{module}-{_hash(text, translator, str(ROOT))}"
         done = folder / "done.json"
         if not done.exists():
             folder.mkdir(exist_ok=True)
-            kept = folder / "module.ptx"
-            kept.write_bytes(text)
+            unfinished = folder / f"module.{os.getpid()}.tmp"
+            unfinished.write_bytes(text)
+            unfinished.replace(folder / "module.ptx")
             started = time.monotonic()
-            try:
-                out = translate(text.decode(), prefix, kept, folder / "module.sites", ROOT)
-            except TranslationError as e:
-                raise EmulatorBuildError(f"{module}: {e}") from e
-            for stem, code in out.kernels.items():
-                (folder / f"{stem}.cpp").write_text(code)
-            (folder / f"{prefix}.index.cpp").write_text(out.index)
-            (folder / "module.sites").write_text(out.sites)
-            done.write_text(json.dumps(sorted(out.kernels)))
+            # Threads of this process would translate one after the other.
+            command = [sys.executable, "-m", "emulator.translate", prefix, str(folder), str(ROOT)]
+            run(command, "the translation", ROOT)
             self.say(f"translate {module} {time.monotonic() - started:.1f} s")
-        jobs = [(folder / f"{stem}.cpp", KERNEL_FLAGS) for stem in json.loads(done.read_text())]
-        return [*jobs, (folder / f"{prefix}.index.cpp", INDEX_FLAGS)]
+        flags, index_flags = KERNEL_FLAGS, INDEX_FLAGS
+        if self.recipe.separate:
+            flags, index_flags = flags + SEPARATE_FLAGS, index_flags + SEPARATE_INDEX_FLAGS
+        jobs = [(folder / f"{stem}.cpp", flags) for stem in json.loads(done.read_text())]
+        return jobs, (folder / f"{prefix}.index.cpp", index_flags)
 
     # ---- compilation of what is ours
-    def _runtime_jobs(self) -> list[tuple[Path, list[str]]]:
+    def _runtime_jobs(self) -> list[Job]:
         flags = [*RUNTIME_FLAGS, "-isystem", str(self.tools.cuda_include)]
         files = sorted((HERE / "runtime").glob("*.cpp")) + sorted((HERE / "cudart").glob("*.cpp"))
         return [(f, flags) for f in files]
@@ -343,7 +355,8 @@ class Builder:
             path.write_text(text)
         return path
 
-    def _compile(self, source: Path, flags: list[str]) -> Path:
+    def _object(self, source: Path, flags: list[str]) -> tuple[Path, list[str]]:
+        """The object of a C++ file, and the command that makes it (less `-o` and a name)."""
         includes = [f"-I{HERE / 'runtime'}", f"-I{HERE / 'cudart'}", f"-I{CSRC}"]
         is_kernel = self.modules in source.parents
         headers = sorted((HERE / "runtime").glob("*.h")) + sorted((HERE / "cudart").glob("*.h"))
@@ -352,28 +365,31 @@ class Builder:
         elif HERE not in source.parents:
             headers = [CSRC / "common" / "kernel_table.h", CSRC / "common" / "params.h"]
         key = _hash(_content(source), self.tools.key, *flags, *map(_content, headers))
-        obj = self.objects / f"{source.stem}-{key}.o"
+        command = [*self.tools.gxx, *flags, *includes, "-c", str(source)]
+        return self.objects / f"{source.stem}-{key}.o", command
+
+    def _compile(self, source: Path, flags: list[str]) -> Path:
+        obj, command = self._object(source, flags)
         if not obj.exists():
             started = time.monotonic()
             unfinished = obj.with_suffix(f".{time.monotonic_ns()}.tmp")
-            run(
-                [*self.tools.gxx, *flags, *includes, "-c", str(source), "-o", str(unfinished)],
-                f"g++ {source.name}",
-            )
+            run([*command, "-o", str(unfinished)], f"g++ {source.name}")
             unfinished.replace(obj)
             seconds = time.monotonic() - started
             if seconds > 1:
                 self.say(f"g++ {source.name} {seconds:.1f} s")
         return obj
 
-    def _link(self, objects: list[Path]) -> Path:
+    def _link(self, objects: list[Path], later: list[str]) -> Path:
         names = sorted(map(str, objects))
-        key = _hash(self.tools.key, str(self.recipe.program), *map(_content, map(Path, names)))
+        contents = map(_content, map(Path, names))
+        key = _hash(self.tools.key, str(self.recipe.program), *contents, *later)
         library = self.cache / "lib" / f"libflash_cuda_emulated_{self.recipe.name}-{key}.so"
         if library.exists():
             return library
-        script = self.cache / "lib" / "exports.map"
-        script.write_text("{ global: flash_cuda_*; local: *; };\n")
+        script = library.with_suffix(".map")
+        more = 'extern "C++" { px::*; }; ' if self.recipe.separate else ""
+        script.write_text(f"{{ global: flash_cuda_*; {more}local: *; }};\n")
         unfinished = library.with_suffix(f".{time.monotonic_ns()}.tmp")
         flags = (
             []
@@ -387,27 +403,57 @@ class Builder:
         unfinished.replace(library)
         return library
 
+    def _note_kernels(self, library: Path, code: list[Job], compile_now: bool) -> None:
+        """Writes down how each kernel becomes an object, for runtime/code.cpp."""
+        folder = library.with_suffix(".code")
+        folder.mkdir(exist_ok=True)
+        lines, commands = [], []
+        for source, flags in sorted(code, key=lambda job: -job[0].stat().st_size):
+            obj, command = self._object(source, flags)
+            done, made = folder / f"{source.stem}.so", f"{shlex.quote(str(obj))}.$$"
+            link = shlex.join([*self.tools.gxx, "-shared", str(obj), str(library)])
+            text = (
+                f"{{ test -f {shlex.quote(str(obj))} || {{ {shlex.join(command)} -o {made} && "
+                f"mv {made} {shlex.quote(str(obj))}; }}; }} && "
+                f"{link} -o {shlex.quote(str(done))}.$$ && "
+                f"mv {shlex.quote(str(done))}.$$ {shlex.quote(str(done))}"
+            )
+            lines.append(f"{source.stem}\t{done}\t{text}\n")
+            if not done.exists():
+                commands.append(partial(run, ["sh", "-c", text], f"g++ {source.name}"))
+        unfinished = library.with_suffix(f".{time.monotonic_ns()}.tmp")
+        unfinished.write_text("".join(lines))
+        unfinished.replace(library.with_suffix(".kernels"))
+        if compile_now:
+            self._in_parallel(commands)
+
     @staticmethod
     def _shown(path: Path) -> str:
         return str(path.relative_to(ROOT)) if ROOT in path.parents else path.name
 
 
-def build_recipe(recipe: Recipe, *, progress: bool = True, jobs: int | None = None) -> Path:
+def build_recipe(
+    recipe: Recipe, *, progress: bool = True, jobs: int | None = None, kernels: bool = False
+) -> Path:
     """Builds any library of kernels; see `Recipe`.
 
     Raises:
         EmulatorBuildError: a compiler or the translation failed.
     """
-    return Builder(recipe, find_tools(), _say if progress else _silent, jobs or job_count()).build()
+    say = _say if progress else _silent
+    return Builder(recipe, find_tools(), say, jobs or job_count()).build(kernels)
 
 
-def build(arch: str, *, progress: bool = True, jobs: int | None = None) -> Path:
+def build(
+    arch: str, *, progress: bool = True, jobs: int | None = None, kernels: bool = False
+) -> Path:
     """Builds the emulated library of csrc/<arch>, or returns it from the cache.
 
     Args:
         arch: "sm80", "sm90", "sm100".
         progress: whether to say what is compiled, on stderr.
         jobs: compilers at a time; by default what cores and memory allow.
+        kernels: compiles all kernels now, not each when it is first launched.
 
     Returns:
         The path of a shared library that exports `flash_cuda_kernel_table`.
@@ -416,4 +462,4 @@ def build(arch: str, *, progress: bool = True, jobs: int | None = None) -> Path:
         ValueError: for an unknown arch.
         EmulatorBuildError: no kernels there, no nvcc, or a compiler or the translation failed.
     """
-    return build_recipe(recipe_of(arch), progress=progress, jobs=jobs)
+    return build_recipe(recipe_of(arch), progress=progress, jobs=jobs, kernels=kernels)

@@ -42,6 +42,9 @@ RUNTIME_FLAGS = [
     "-Wextra",
 ]
 INDEX_FLAGS = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", "-w"]
+# Of kernels that are objects of their own; their index exports what they name.
+SEPARATE_FLAGS = ["-DPX_SEPARATE"]
+SEPARATE_INDEX_FLAGS = ["-DPX_SEPARATE", "-fvisibility=default"]
 HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden"]
 NVCC_FLAGS = [
     "-std=c++17",
@@ -101,13 +104,13 @@ def cache_folder() -> Path:
     ).resolve()
 
 
-def run(command: list[str], what: str) -> None:
-    """Runs a compiler.
+def run(command: list[str], what: str, folder: Path | None = None) -> None:
+    """Runs a compiler, in `folder`.
 
     Raises:
         EmulatorBuildError: with the end of its output.
     """
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         lines = (done.stdout + done.stderr).splitlines()
         raise EmulatorBuildError(f"{what} failed:\n" + "\n".join(lines[:60]))

@@ -211,6 +211,7 @@ struct Machine {
   std::vector<bool> slot_used;
   uint64_t next_cluster = 0, num_clusters = 0;  // of the launch: queue of clusters not started
   KernelInfo const* kernel = nullptr;
+  KernelFn code = nullptr;  // of the kernel
   Launch launch{};
   uint8_t const* params = nullptr;
   uint64_t time = 1;               // ticks of fences and writes, for the proxy check
@@ -243,7 +244,17 @@ struct Machine {
 };
 extern Machine M;
 
+template <class T>
+T take_at(std::vector<T>& v, size_t i) {
+  std::swap(v[i], v.back());
+  T x = std::move(v.back());
+  v.pop_back();
+  return x;
+}
+
 // ---- scheduler.cpp
+void fiber_main();
+void run_op(AsyncOp op);
 void block(Thread& t, int at, char const* why);
 void pass(Thread& t, int at);  // stays ready, lets others run
 void wait_for(Thread& t, int at, Group const& group, char const* why, bool read_only = false);
@@ -251,6 +262,13 @@ void wait_for(Thread& t, int at, Group const& group, char const* why, bool read_
 Done post(Thread& t, int at, std::function<void()> fn, Ending ending = Ending::kOverwrites);
 Done post_store(Thread& t, int at, std::function<void()> fn);  // a bulk store
 void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* params);
+
+// ---- cluster.cpp
+uint32_t cluster_size(Launch const& l);
+void start_next_cluster();
+void finish_cluster(Cluster& cluster);
+void abandon_clusters();                         // after a failure
+void trim_stacks();                              // to as many as are worth keeping
 bool next_cluster_to_cancel(uint32_t ctaid[3]);  // cluster launch control
 
 // ---- report.cpp
@@ -311,6 +329,8 @@ void encode_tensor_map(void* out, int dtype, uint32_t rank, void* base, uint64_t
                        uint32_t const* element_strides, int interleave, int swizzle, int oob);
 void reduce_bytes(Thread& t, int at, Reduction r, Element e, uint8_t* dst, uint8_t const* src,
                   uint32_t n);
+// ---- code.cpp
+KernelFn code_of(KernelInfo const& kernel);
 // ---- control.cpp
 void load_environment();  // settings, once
 void reset_variables();   // device variables: the first call notes their values

@@ -45,13 +45,18 @@ inline void wr(void* p, V v) {
 }
 
 inline float cvt_bf16(uint16_t h) { return f(uint32_t(h) << 16); }
+#ifdef __aarch64__  // g++ has known _Float16 there since version 13 only
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
 inline float cvt_f16(uint16_t h) {
-  _Float16 x;
+  Half x;
   memcpy(&x, &h, 2);
   return float(x);
 }
 inline uint16_t to_f16_rn(float x) {
-  _Float16 h = _Float16(x);
+  Half h = Half(x);
   uint16_t r;
   memcpy(&r, &h, 2);
   return r;
@@ -62,11 +67,13 @@ inline uint16_t to_bf16_rn(float x) {
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 inline uint16_t to_bf16_rz(float x) { return std::isnan(x) ? 0x7fff : uint16_t(b(x) >> 16); }
+#pragma GCC visibility push(default)
 uint16_t to_f16_rz(float x);
 uint8_t to_e4m3(float x);
 uint8_t to_e5m2(float x);
 float cvt_e4m3(uint8_t);
 float cvt_e5m2(uint8_t);
+#pragma GCC visibility pop
 inline uint32_t to_tf32(float x) { return (b(x) + 0x1000) & 0xffffe000u; }
 inline uint32_t pk(uint16_t hi, uint16_t lo) { return uint32_t(hi) << 16 | lo; }
 inline float relu(float x) { return x > 0 ? x : 0.f; }

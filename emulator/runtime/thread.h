@@ -21,6 +21,18 @@ struct HbThread;
 
 using KernelFn = void (*)(Thread&);
 
+// Kernels are part of the library, or (PX_SEPARATE) objects of their own, compiled when they are
+// first launched and linked against what the library exports.
+#define PX_EXPORTED __attribute__((visibility("default")))
+#ifdef PX_SEPARATE
+#define PX_CODE(fn) nullptr
+#define PX_SEPARATE_KERNEL(fn) \
+  extern "C" PX_EXPORTED px::KernelFn const flash_cuda_emulated_kernel = px::fn;
+#else
+#define PX_CODE(fn) fn
+#define PX_SEPARATE_KERNEL(fn)
+#endif
+
 // A translated function. `sites_file` says where its instructions come from; it is read when
 // something is to be reported.
 struct FunctionInfo {
@@ -33,7 +45,8 @@ struct ParamInfo {
 };
 struct KernelInfo {
   FunctionInfo const* function;
-  KernelFn fn;
+  KernelFn fn;                   // null: not compiled yet
+  char const* code;              // name of its C++ file
   uint32_t dynamic_smem_offset;  // in the shared window; the first KiB belongs to the system
   uint32_t param_bytes;
   uint32_t max_threads;  // .maxntid, 0: none
@@ -68,7 +81,7 @@ constexpr int kCtaShift = 24;  // shared::cluster window: rank of the thread blo
 constexpr uint32_t kCtaStride = 1u << kCtaShift;
 constexpr uint32_t kMaxClusterSize = 16;
 
-struct Thread {
+struct PX_EXPORTED Thread {
   // ---- identity
   uint32_t tid[3];
   uint32_t lane, warp_id, linear;
@@ -209,8 +222,8 @@ struct Thread {
   void clc_try_cancel(int at, uint32_t dst, uint32_t barrier, bool multicast);
 };
 
-void device_vprintf(Thread&, int at, uint8_t* ret, uint8_t* format, uint8_t* args);
-void device_assertfail(Thread&, int at, uint8_t* message, uint8_t* file, uint8_t* line,
-                       uint8_t* function, uint8_t* char_size);
+PX_EXPORTED void device_vprintf(Thread&, int at, uint8_t* ret, uint8_t* format, uint8_t* args);
+PX_EXPORTED void device_assertfail(Thread&, int at, uint8_t* message, uint8_t* file, uint8_t* line,
+                                   uint8_t* function, uint8_t* char_size);
 
 }  // namespace px

@@ -121,6 +121,7 @@ def _kernel_file(
         f"void {function_name(f)}(Thread& T)",
         f"void {c_name(prefix)}_{function_name(f)}(Thread& T)",
     )
+    text += f"PX_SEPARATE_KERNEL({c_name(prefix)}_{function_name(f)})\n"
     return text, dynamic
 
 
@@ -145,11 +146,12 @@ def _index(module: PtxModule, prefix: str, ptx: Path, sites: Path, dynamic: dict
             out.append(f"static ParamInfo const params_{name}[] = {{{rows}}};")
     entries = [f for f in module.functions.values() if f.entry]
     out.append("static KernelInfo const kernels[] = {")
-    for f in entries:
+    for k, f in enumerate(entries):
         name = f"{p}_{function_name(f)}"
         cluster = ",".join(str(c) for c in f.cluster)
         out.append(
-            f"  {{&info_{name}, {name}, {dynamic[f.name]}u, {f.param_bytes}u, "
+            f'  {{&info_{name}, PX_CODE({name}), "{prefix}.{k}", '
+            f"{dynamic[f.name]}u, {f.param_bytes}u, "
             f"{f.max_threads}u, {{{cluster}}}, {len(f.params)}u, params_{name}}},"
         )
     out.append("  {}};")

@@ -94,9 +94,9 @@ def _clean(text: str) -> str:
     text = re.sub(r"/\*.*?\*/", blank, text, flags=re.S)
     # A .file directive holds a quoted path, which may contain "//".
     text = re.sub(r'//[^\n"]*$', "", text, flags=re.M)
-    text = re.sub(r"^\s*\.section\s+\S+\s*\{.*?^\s*\}", blank, text, flags=re.S | re.M)
+    text = re.sub(r"^[ \t]*\.section\s+\S+\s*\{.*?^[ \t]*\}", blank, text, flags=re.S | re.M)
     return re.sub(
-        r"^(\s*\.(?:loc|file|version|target|address_size)\b[^;\n]*)$", r"\1;", text, flags=re.M
+        r"^([ \t]*\.(?:loc|file|version|target|address_size)\b[^;\n]*)$", r"\1;", text, flags=re.M
     )
 
 
@@ -139,34 +139,33 @@ def parse_variable(text: str) -> tuple[str, Variable] | None:
     return space, Variable(name, type_, size, int(align or SIZES[type_]), init, external)
 
 
+LABEL = re.compile(r"([\w$]+):(?!:)")
+SPACE = re.compile(r"\s*")
+BRACE = re.compile(r"[{}]")
+
+
 def _statements(body: str, line: int) -> Iterator[Statement]:
-    buffer, start, i = "", line, 0
-    while i < len(body):
-        c = body[i]
-        if c == "\n":
-            line += 1
-        if not buffer.strip():
-            start = line
-            if c in "{}":
-                yield Statement(c, c, start)
-                buffer = ""
-                i += 1
-                continue
-        if c == ";":
-            if buffer.strip():
-                yield Statement("code", buffer.strip(), start)
-            buffer = ""
-        elif (
-            c == ":"
-            and body[i + 1 : i + 2] != ":"
-            and body[i - 1 : i] != ":"
-            and re.fullmatch(r"\s*[\w$]+", buffer)
-        ):
-            yield Statement("label", buffer.strip(), start)
-            buffer = ""
+    i = 0
+    while True:
+        start = SPACE.match(body, i).end()  # type: ignore[union-attr]
+        line += body.count("\n", i, start)
+        if start == len(body):
+            return
+        label = LABEL.match(body, start)
+        if body[start] in "{};":
+            i = start + 1
+            if body[start] != ";":
+                yield Statement(body[start], body[start], line)
+        elif label:
+            i = label.end()
+            yield Statement("label", label.group(1), line)
         else:
-            buffer += c
-        i += 1
+            end = body.find(";", start)
+            if end < 0:
+                return
+            yield Statement("code", body[start:end].rstrip(), line)
+            line += body.count("\n", start, end)
+            i = end + 1
 
 
 def _function(head: str, body: str, line: int) -> PtxFunction:
@@ -218,9 +217,13 @@ def parse_module(text: str) -> PtxModule:
     s = _clean(text)
     i, line, buffer, start = 0, 1, "", 1
     while i < len(s):
+        if not buffer:
+            end = SPACE.match(s, i).end()  # type: ignore[union-attr]
+            line += s.count("\n", i, end)
+            i, start = end, line
+            if i == len(s):
+                break
         c = s[i]
-        if not buffer.strip():
-            start = line
         if c == "\n":
             line += 1
         if c == ";":
@@ -228,7 +231,7 @@ def parse_module(text: str) -> PtxModule:
             buffer = ""
         elif c == "{" and re.search(r"\.(entry|func)\b", buffer):
             j, depth = i, 0
-            for m in re.compile(r"[{}]").finditer(s, i):
+            for m in BRACE.finditer(s, i):
                 depth += 1 if m.group(0) == "{" else -1
                 if depth == 0:
                     j = m.start()

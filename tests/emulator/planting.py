@@ -60,8 +60,9 @@ CASES = {
     "sm90": [Case("sm90", 64, LENGTHS, every_site=True), Case("sm90", 128, LENGTHS)],
     "sm100": [Case("sm100", 64, LENGTHS, every_site=True), Case("sm100", 256, LENGTHS)],
 }
-for _arch in ("sm80", "sm90", "sm100"):
-    for _head_dim in (64, 128):
+# Blackwell's backward has mistakes in its sources: test_sm100_bwd_mistakes.py.
+for _arch, _head_dims in (("sm80", (64,)), ("sm90", (64, 128))):
+    for _head_dim in _head_dims:
         CASES[_arch].append(Case(_arch, _head_dim, ((130, 200), (300, 300)), backward=True))
 
 

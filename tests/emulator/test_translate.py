@@ -6,13 +6,14 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import emulator
 from emulator.library import Recipe, build_recipe
 from emulator.translate import TranslationError, translate
 
-from .library import KERNELS
+from .library import KERNELS, Failure, TestLibrary
 
 HEAD = ".version 9.0\n.target sm_90a\n.address_size 64\n"
 PTX = (
@@ -102,6 +103,31 @@ def test_library_is_cached_and_closed(capfd: pytest.CaptureFixture[str]) -> None
         ["nm", "-D", "-u", str(path)], capture_output=True, text=True, check=True
     ).stdout
     assert "cuda" not in needed
+
+
+def test_kernels_are_compiled_when_launched(capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = Recipe("test_separate", "sm90", [KERNELS / "races.cu"], separate=True)
+    path = build_recipe(recipe)
+    code, kernels = path.with_suffix(".code"), path.with_suffix(".kernels")
+    for file in code.iterdir():
+        file.unlink()
+    library = TestLibrary(path)
+    data, out = np.arange(256, dtype=np.int32), np.zeros(64, np.int32)
+    capfd.readouterr()
+    for _ in range(2):
+        library.exchange(data, out, 0)
+        assert (out == data[:64] + 2).all()
+    assert len(list(code.glob("*.so"))) == 1
+    assert capfd.readouterr().err.count("emulator: compiling") == 1
+    commands = kernels.read_text()
+    kernels.write_text(re.sub(r"\t[^\t]*$", "\tfalse", commands, flags=re.M))
+    try:
+        with pytest.raises(Failure, match="does not compile: false"):
+            library.warp_exchange(data, out, 0)
+    finally:
+        kernels.write_text(commands)
+    library.warp_exchange(data, out, 0)
+    assert (out[:32] == data[np.arange(32) ^ 1]).all()
 
 
 def test_a_comment_recompiles_no_kernel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
