@@ -84,6 +84,32 @@ def test_splits(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)
 
 
+@with_cases(
+    grid(
+        AttentionCase(rows=(1,) * 9, keys=(300, 0, 17, 700, 64, 65, 1, 129, 300), heads=8),
+        layout=("cache", "paged", "packed_paged"),
+        heads_kv=(1, 2, 8),
+        window_left__window_right=[(-1, -1), (100, 0)],
+    ),
+    grid(
+        AttentionCase(rows=(4, 4, 4), keys=(300, 17, 129), heads=8, heads_kv=1),
+        layout=("dense", "cache", "paged", "packed_paged"),
+        head_dim=(64, 128, 256),
+        sink=(False, True),
+        window_right=(0,),
+    ),
+    grid(
+        AttentionCase(rows=(5, 0, 40, 1), keys=(300, 17, 129, 2000), heads=6, heads_kv=2),
+        layout=("packed_paged", "packed"),
+        slack=(0, 4),
+        window_right=(0,),
+    ),
+)
+def test_keys_dealt_out(case: AttentionCase, backend: Backend) -> None:
+    """Lengths that leave tiles whole, cut once and cut often; rows of one tile and of several."""
+    check(case, backend)
+
+
 @pytest.mark.parametrize("split_size", [64, 256])
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_fixed_split_size_is_batch_invariant(

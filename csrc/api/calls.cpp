@@ -9,6 +9,9 @@ namespace flash_cuda {
 namespace {
 
 constexpr int kMaxAutomaticSplits = 128;
+// Keys from which a quarter of the device with a newer kernel takes longer than all of it with the
+// split-KV kernel of sm80.
+constexpr int kLongKv = 8192;
 
 SplitShape split_shape(const FwdArgs& a, const FwdParams& p, const FwdKernel& row) {
   SplitShape s;
@@ -68,6 +71,12 @@ const FwdKernel* split_as_asked(const FwdArgs& a, const Kernels& kernels, FwdPar
   return row;
 }
 
+// Tiles of a kernel that serves the call in one part and packs no heads.
+int64_t tiles_of(const FwdKernel& whole, SplitShape shape) {
+  shape.block_q = whole.block_q;
+  return count_tiles(shape, false);
+}
+
 // The split-KV kernel where it is faster than `whole`, the kernel that serves the call in one
 // part (null: none does); else null. Fills the split fields of `p`.
 const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const FwdKernel* whole,
@@ -80,17 +89,22 @@ const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const
   if (a.pack_gqa < 0) split.pack_gqa = plan_pack_gqa(shape);
   if (a.num_splits != 1) {
     split.num_splits = plan_num_splits(shape, split.pack_gqa, kMaxAutomaticSplits);
+    split.dealt_out = row->deals_out;
   }
   bool faster = whole == nullptr;
   if (!faster && a.num_splits != 1 && is_decode(shape, split.pack_gqa)) {
-    // In one part, packing alone pays where loads of K and V outweigh the partials.
+    // In one part, packing alone pays where loads of K and V outweigh the partials, and so does
+    // dealing out.
     const int64_t rows = shape.seqlen_q * (p.num_heads_q / p.num_heads_kv);
-    faster = split.num_splits > 1 || (split.pack_gqa && shape.visible_kv > 4 * rows);
+    const bool helps = split.pack_gqa || split.dealt_out;
+    faster = split.num_splits > 1 || (helps && shape.visible_kv > 4 * rows);
   } else if (!faster) {
-    // More than a tile of rows: only if most of the device would idle, and not at the price of
-    // an older kernel.
-    faster = split.num_splits > 1 && whole->arch <= row->arch &&
-             2 * count_tiles(shape, split.pack_gqa) <= p.num_sms;
+    // More than a tile of rows: only if most of the device would idle, and at the price of an older
+    // kernel only if three quarters of it would, for long.
+    const bool older = whole->arch > row->arch;
+    const int64_t tiles = older ? 2 * tiles_of(*whole, shape) : count_tiles(shape, split.pack_gqa);
+    faster =
+        split.num_splits > 1 && 2 * tiles <= p.num_sms && (!older || shape.visible_kv >= kLongKv);
   }
   if (!faster) return nullptr;
   p = split;
@@ -145,6 +159,10 @@ FwdCall prepare_fwd(const FwdArgs& a, const Sizes& s, const Kernels& kernels) {
       call.workspace_bytes = whole->workspace_bytes(p);
       return call;
     }
+  }
+  if (p.dealt_out) {
+    call.workspace_bytes = call.kernel->workspace_bytes(p);
+    return call;
   }
   if (!kernels.combine) refuse_no_kernel(kernels, {"combine is not built"});
   call.combine = kernels.combine;

@@ -32,7 +32,8 @@ void explain_call(Explanation& e, const FwdArgs& a, const Sizes& s, const Kernel
   const FwdCall call = prepare_fwd(a, s, kernels);
   const int64_t partials = call.out_partial_numel + call.lse_partial_numel;
   describe(e, *call.kernel, call.workspace_bytes + sizeof(float) * static_cast<size_t>(partials));
-  e.split = call.combine != nullptr;
+  e.split = call.combine != nullptr || call.params.dealt_out;
+  e.dealt_out = call.params.dealt_out;
   e.num_splits = call.params.num_splits;
   e.split_size = call.params.split_size;
   e.pack_gqa = e.split && call.params.pack_gqa;  // the other kernels may ignore it
@@ -210,9 +211,11 @@ std::string text_of(const Explanation& e) {
                           e.block_kv, " keys, ", e.threads, " threads");
   if (e.pack_gqa) text += ", query heads of a KV head packed into one tile";
   if (e.split) {
-    text += e.split_size > 0 ? join("\nKV in parts of ", e.split_size, " keys, ", e.num_splits,
-                                    " parts, merged by combine")
-                             : join("\nKV in ", e.num_splits, " parts, merged by combine");
+    text += e.dealt_out        ? join("\nKV dealt out evenly, by the lengths on the device, about ",
+                                      e.num_splits, " parts a tile")
+            : e.split_size > 0 ? join("\nKV in parts of ", e.split_size, " keys, ", e.num_splits,
+                                      " parts, merged by combine")
+                               : join("\nKV in ", e.num_splits, " parts, merged by combine");
   }
   return text + join("\nworkspace: ", e.workspace_bytes, " bytes");
 }

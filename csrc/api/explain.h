@@ -13,7 +13,8 @@ struct Explanation {
   std::string kernel;  // "sm90_fwd_hdim128"; "none needed" where the result is known without one
   int arch = 0, block_q = 0, block_kv = 0, threads = 0;
   int num_splits = 1, split_size = 0;
-  bool split = false;  // partials and a merge
+  bool split = false;      // partials and a merge
+  bool dealt_out = false;  // the parts follow from the lengths on the device
   bool pack_gqa = false;
   size_t workspace_bytes = 0;  // partials of a split call included
   std::string refusal;         // empty if served

@@ -23,6 +23,8 @@ struct FwdKernel {
   size_t (*workspace_bytes)(const FwdParams&);
   // Throws std::runtime_error on a CUDA error. Never synchronises; safe in a CUDA graph.
   void (*launch)(const FwdParams&, cudaStream_t);
+  // Of split-KV kernels: serves FwdParams::dealt_out, which is taken unless the caller cuts.
+  bool deals_out = false;
 };
 
 struct BwdKernel {
@@ -40,8 +42,8 @@ struct BwdKernel {
 struct KernelTable {
   const FwdKernel* fwd = nullptr;
   int num_fwd = 0;
-  // Split-KV: writes out_partial and lse_partial, never out and lse, also for one split; combine
-  // follows. Where q is packed, lse_partial holds -inf before the launch.
+  // Split-KV: writes out_partial and lse_partial, also for one split, and combine follows; out and
+  // lse where the call is dealt out. Where q is packed, lse_partial holds -inf before the launch.
   const FwdKernel* decode = nullptr;
   int num_decode = 0;
   const BwdKernel* bwd = nullptr;

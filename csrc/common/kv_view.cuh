@@ -50,4 +50,60 @@ struct KvView {
   }
 };
 
+// K and V of one sequence and head, for warps whose lanes look up the rows of a step together: lane
+// i finds the place of key i, one table entry a key, a step ahead of the load.
+struct KvTensor {
+  const char* base;  // element 0 of the head (of the sequence's first row where not paged)
+  int64_t row_bytes, page_bytes;
+};
+struct KvPlace {
+  int page, row;
+};
+struct KvPlaces {
+  KvTensor k, v;
+  const int* pages;  // this sequence's row of the block table, or null
+  int page_size, first_row;
+
+  __device__ __forceinline__ static KvPlaces make(const FwdParams& p, const SeqInfo& seq, int batch,
+                                                  int kv_head) {
+    KvPlaces s;
+    s.pages = p.block_table ? p.block_table + batch * p.block_table_stride : nullptr;
+    s.page_size = p.page_size;
+    s.first_row = seq.kv_row0;
+    s.k = tensor(p.k, p.k_stride, seq, kv_head, s.pages != nullptr);
+    s.v = tensor(p.v, p.v_stride, seq, kv_head, s.pages != nullptr);
+    return s;
+  }
+  // Where key j lies, if it counts: the tail of a page table may hold anything.
+  __device__ __forceinline__ KvPlace find(int j, int end) const {
+    KvPlace at{0, 0};
+    if (pages && j < end) {
+      const int r = first_row + j, page = r / page_size;
+      at.row = r - page * page_size;
+      at.page = pages[page];
+    }
+    return at;
+  }
+  // The address of the key whose place lane `lane` has found in its pages; `column` stands for
+  // t.base.
+  __device__ __forceinline__ const char* row(const char* column, const KvTensor& t,
+                                             const KvPlace& place, int lane) const {
+    const int page = __shfl_sync(0xffffffffu, place.page, lane);
+    const int row = __shfl_sync(0xffffffffu, place.row, lane);
+    return column + page * t.page_bytes + row * t.row_bytes;
+  }
+
+ private:
+  __device__ __forceinline__ static KvTensor tensor(const void* data, const Stride& stride,
+                                                    const SeqInfo& seq, int kv_head, bool paged) {
+    constexpr int kBytes = 2;
+    KvTensor t;
+    t.row_bytes = stride.row * kBytes;
+    t.page_bytes = stride.batch * kBytes;
+    t.base = static_cast<const char*>(data) + kv_head * stride.head * kBytes;
+    if (!paged) t.base += seq.kv_batch * t.page_bytes + seq.kv_row0 * t.row_bytes;
+    return t;
+  }
+};
+
 }  // namespace flash_cuda

@@ -90,6 +90,9 @@ struct FwdParams {
   float* out_partial = nullptr;  // (num_splits, batch, seqlen_q, num_heads_q, head_dim_v) float32
   float* lse_partial = nullptr;  // (num_splits, batch, num_heads_q, seqlen_q) float32
   bool pack_gqa = false;         // query heads of one KV head become rows of one tile
+  // The kernel deals out the keys of the whole call evenly, by the lengths that it finds on the
+  // device, and writes out and lse itself; num_splits is what the plan expects, for show.
+  bool dealt_out = false;
   // Where partials lie, dense and packed alike: row r of batch b in split s starts at
   // s * split + b * batch + r * row + head * head. Packed: batch is 0 and r counts from the start
   // of the packed tensor, (num_splits, total_q, heads, head_dim_v) and (num_splits, heads,

@@ -24,6 +24,9 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&v)[4], uint32_t smem) 
                : "r"(smem)
                : "memory");
 }
+__device__ __forceinline__ void store_shared_f32x2(uint32_t smem, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(x), "f"(y) : "memory");
+}
 __device__ __forceinline__ float2 load_shared_f32x2(uint32_t smem) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem) : "memory");

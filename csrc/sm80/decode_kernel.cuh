@@ -1,30 +1,23 @@
-// Split-KV attention: few query rows, long KV (decoding, speculative decoding, short chunks).
+// Split-KV attention: few query rows, long KV (decoding, speculative decoding, short chunks), with
+// every feature. decode_stream.cuh is the faster kernel for what it can do.
 //
-// One thread block serves one part of the keys of one tile of rows; a row is a query of one head,
-// or, packed, of every query head of a KV head, so that K and V are read once for the group. All
-// parts write fp32 partials (out relative to the part's own sum, and lse) that combine.cu merges.
-// The kernel lives from memory bandwidth: K and V run through a ring of stages. Where 16 rows are
-// all there is, the warps of a block share its keys, each with a softmax of its own, and are
-// merged in the end. Only exact softmax steps are used, and blocks of keys start at the same
-// places for every row, so that a row's result depends on nothing but its own keys.
+// A thread block works on segments: keys of one tile of rows; a row is a query of one head, or,
+// packed, of every query head of a KV head, so that K and V are read once for the group. The kernel
+// lives from memory bandwidth: K and V run through a ring of stages. Where 16 rows are all there
+// is, the warps of a block share its keys, each with a softmax of its own, and are merged in the
+// end. Only exact softmax steps are used, and blocks of keys start at the same places for every
+// row, so that a row's result depends on nothing but its own keys.
 #pragma once
 
 #include "common/dropout.cuh"
 #include "common/kv_view.cuh"
-#include "common/mask.h"
-#include "common/scheduler.cuh"
 #include "common/score_mod.cuh"
 #include "common/softmax.cuh"
 #include "sm80/decode_tile.h"
+#include "sm80/decode_work.cuh"
 #include "sm80/tile_io.cuh"
 
 namespace flash_cuda::sm80 {
-
-// The keys [begin, end) of one part for one tile; blocks start at begin + i * kBlockKV.
-struct DecodePart {
-  int begin, end;
-  int full_begin, full_end;  // seen by every row of the tile
-};
 
 template <class Tile, DType kDType, Variant kVariant>
 struct DecodeBlock {
@@ -35,76 +28,49 @@ struct DecodeBlock {
   using Scores = MmaFragment<Tile::kKeys>;
   using Output = MmaFragment<Tile::kHeadDimV>;
 
+  using Rows = DecodeTileRows<Tile::kBlockQ, Tile::kBlockKV, kDType>;
+  using Keys = typename Rows::Keys;
+
   const FwdParams& p;
-  const SeqInfo seq;
-  const Mask mask;
-  const int batch, kv_head, first_head, group, split, row0;
+  const Rows tile;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_warp = warp % Tile::kRowWarps, key_warp = warp / Tile::kRowWarps;
   const uint32_t smem_q, smem_stage, smem_qv;
   KvView<true> k_view, v_view;
   float scale_log2;
-  int row_q[2], row_head[2];  // query and head of this lane's rows
+  int row_q[2];  // queries of this lane's rows
   ScoreMod score_mod[2];
   Dropout dropout[2];
 
   Output o[1];
   SoftmaxRows rows;
 
-  __device__ DecodeBlock(const FwdParams& params, const WorkTile& work, int split_index,
-                         int group_size, uint32_t smem)
+  __device__ DecodeBlock(const FwdParams& params, const DecodeGrid& grid, const DecodeState& state,
+                         uint32_t smem)
       : p(params),
-        seq(seq_info(params, work.batch)),
-        mask(Mask::make(params, seq.seqlen_q, seq.seqlen_kv)),
-        batch(work.batch),
-        kv_head(work.head * group_size / (params.num_heads_q / params.num_heads_kv)),
-        first_head(work.head * group_size),
-        group(group_size),
-        split(split_index),
-        row0(work.block * Tile::kBlockQ),
+        tile(params, grid, state),
         smem_q(smem),
         smem_stage(smem + Tile::kBytesQ),
         smem_qv(smem_stage + kStages * Tile::kBytesStage) {
-    k_view = KvView<true>::make(p, p.k, p.k_stride, seq, batch, kv_head, 2);
-    v_view = KvView<true>::make(p, p.v, p.v_stride, seq, batch, kv_head, 2);
+    k_view =
+        KvView<true>::make(p, p.k, p.k_stride, tile.seq, tile.segment.batch, tile.kv_head(), 2);
+    v_view =
+        KvView<true>::make(p, p.v, p.v_stride, tile.seq, tile.segment.batch, tile.kv_head(), 2);
     scale_log2 = kGeneral ? kLog2e : p.softmax_scale * kLog2e;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row0 + row_warp * 16 + Output::row(lane, r);
-      row_q[r] = row / group;
-      row_head[r] = first_head + row - row_q[r] * group;
+      row_q[r] = tile.query(tile_row(r));
       if constexpr (kGeneral) {
-        score_mod[r] = ScoreMod::make(p, batch, row_head[r], seq.seqlen_q, seq.seqlen_kv);
-        if (p.dropout_p > 0.0f) dropout[r] = Dropout::make(p, batch, row_head[r]);
+        const int head = tile.head(tile_row(r));
+        score_mod[r] =
+            ScoreMod::make(p, tile.segment.batch, head, tile.seq.seqlen_q, tile.seq.seqlen_kv);
+        if (p.dropout_p > 0.0f) dropout[r] = Dropout::make(p, tile.segment.batch, head);
       }
     }
+    o[0].clear();
+    rows.reset();
   }
-
-  __device__ DecodePart part() const {
-    const int rows_in_all = seq.seqlen_q * group;
-    if (row0 >= rows_in_all) return {0, 0, 0, 0};
-    const int q_first = row0 / group;
-    const int q_last = (min(row0 + Tile::kBlockQ, rows_in_all) - 1) / group;
-    const int begin = max(mask.kv_begin(q_first), 0), end = mask.kv_end(q_last);
-    DecodePart r;
-    if (p.split_size > 0) {
-      const int64_t low = static_cast<int64_t>(split) * p.split_size;
-      const int64_t high = low + p.split_size;
-      if (low >= end || high <= begin) return {0, 0, 0, 0};
-      const int skipped = max(begin - static_cast<int>(low), 0) / Tile::kBlockKV;
-      r.begin = static_cast<int>(low) + skipped * Tile::kBlockKV;
-      r.end = high < end ? static_cast<int>(high) : end;
-    } else {
-      const int first = begin / Tile::kBlockKV, blocks = ceil_div(end, Tile::kBlockKV) - first;
-      const int each = ceil_div(max(blocks, 0), p.num_splits);
-      if (split * each >= blocks) return {0, 0, 0, 0};
-      r.begin = (first + split * each) * Tile::kBlockKV;
-      r.end = min(end, r.begin + each * Tile::kBlockKV);
-    }
-    r.full_begin = mask.kv_begin(q_last);
-    r.full_end = min(mask.kv_end(q_first), r.end);
-    return r;
-  }
+  __device__ int tile_row(int r) const { return row_warp * 16 + Output::row(lane, r); }
 
   // ---- loads. Addresses are captured by value: see fwd_kernel.cuh.
   template <int kRows, int kWidth, class RowAddress>
@@ -121,12 +87,12 @@ struct DecodeBlock {
   // Rows of q or qv: `group` heads for each query.
   template <int kWidth>
   __device__ void load_query(uint32_t smem, const void* tensor, const Stride& stride, int width) {
-    const char* base =
-        static_cast<const char*>(tensor) +
-        2 * (seq.q_batch * stride.batch + first_head * stride.head + seq.q_row0 * stride.row);
-    load<Tile::kBlockQ, kWidth>(smem, seq.seqlen_q * group - row0, width, tensor,
-                                [base, first = row0, heads = group, row_bytes = 2 * stride.row,
-                                 head_bytes = 2 * stride.head](int i) {
+    const char* base = static_cast<const char*>(tensor) +
+                       2 * (tile.seq.q_batch * stride.batch + tile.first_head() * stride.head +
+                            tile.seq.q_row0 * stride.row);
+    load<Tile::kBlockQ, kWidth>(smem, tile.rows_left(), width, tensor,
+                                [base, first = tile.row0(), heads = tile.grid.group,
+                                 row_bytes = 2 * stride.row, head_bytes = 2 * stride.head](int i) {
                                   const int q = (first + i) / heads;
                                   return base + q * row_bytes +
                                          (first + i - q * heads) * head_bytes;
@@ -179,7 +145,7 @@ struct DecodeBlock {
       }
     }
   }
-  __device__ void process(int kv0, const DecodePart& part, int stage) {
+  __device__ void process(int kv0, const Keys& part, int stage) {
     const uint32_t keys = smem_stage + stage * Tile::kBytesStage, values = keys + Tile::kBytesK;
     const int first_key = kv0 + key_warp * Tile::kKeys;
     Scores s[1];
@@ -192,8 +158,8 @@ struct DecodeBlock {
     if (kv0 < part.full_begin || kv0 + Tile::kBlockKV > part.full_end) {
       apply_mask(s[0], lane, first_key, [&](int row, int& begin, int& end) {
         const int q = row_q[row >= 8 ? 1 : 0];
-        begin = mask.kv_begin(q);
-        end = min(mask.kv_end(q), part.end);
+        begin = tile.mask.kv_begin(q);
+        end = min(tile.mask.kv_end(q), part.end);
       });
     }
     float rescale[2];
@@ -212,7 +178,7 @@ struct DecodeBlock {
     }
   }
 
-  __device__ void main_loop(const DecodePart& part) {
+  __device__ void main_loop(const Keys& part) {
     const int blocks = ceil_div(part.end - part.begin, Tile::kBlockKV);
     load_query<Tile::kHeadDim>(smem_q, p.q, p.q_stride, p.head_dim);
     if constexpr (kGeneral) {
@@ -226,7 +192,8 @@ struct DecodeBlock {
     }
     for (int i = 0; i < blocks; ++i) {
       ptx::cp_async_wait<kAhead - 1>();
-      __syncthreads();  // block i has arrived; every warp is done with block i - 1
+      __syncthreads();  // block i has arrived; every warp is done with block i -
+                        // 1
       const auto load_next = [&] {
         const int next = i + kAhead;
         if (next < blocks) {
@@ -245,8 +212,7 @@ struct DecodeBlock {
     __syncthreads();  // the stages are free
   }
 
-  // ---- epilogue
-  // Normalises o by the sums of all key warps.
+  // ---- epilogue Normalises o by the sums of all key warps.
   __device__ void finish() {
     float own_ref[2] = {rows.ref[0], rows.ref[1]};
     if constexpr (Tile::kKeyWarps > 1) merge_rows();
@@ -255,8 +221,9 @@ struct DecodeBlock {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if constexpr (kGeneral) {
-        // The sink joins one part only.
-        if (p.sink && split == 0) extra = p.sink[min(row_head[r], p.num_heads_q - 1)];
+        // The sink joins one segment only.
+        if (p.sink && tile.segment.first)
+          extra = p.sink[min(tile.head(tile_row(r)), p.num_heads_q - 1)];
       }
       float inverse_r[2], lse_r[2];
       rows.finalize(inverse_r, lse_r, extra);
@@ -302,34 +269,18 @@ struct DecodeBlock {
   }
   __device__ void store_lse(const float (&lse)[2]) const {
     if (lane % 4 != 0) return;
-    float* base = p.lse_partial + split * p.lse_partial_split_stride +
-                  seq.q_batch * p.lse_partial_batch_stride + seq.q_row0;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (row_q[r] >= seq.seqlen_q_slot) continue;
-      base[row_head[r] * p.lse_partial_head_stride + row_q[r]] =
-          row_q[r] < seq.seqlen_q ? lse[r] : -INFINITY;
-    }
-  }
-  __device__ float* out_row(int q, int head) const {
-    return p.out_partial + split * p.out_partial_split_stride +
-           seq.q_batch * p.out_partial_stride.batch +
-           (seq.q_row0 + static_cast<int64_t>(q)) * p.out_partial_stride.row +
-           head * p.out_partial_stride.head;
+    for (int r = 0; r < 2; ++r) tile.store_lse(tile_row(r), lse[r]);
   }
   __device__ void store_out() const {
     if constexpr (Tile::kKeyWarps == 1) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (row_q[r] >= seq.seqlen_q) continue;
-        float* row = out_row(row_q[r], row_head[r]);
+        const typename Rows::RowPlace place = tile.place_of(tile_row(r));
 #pragma unroll
         for (int t = 0; t < Output::kTiles; ++t) {
-          const int col = Output::col(lane, 2 * t);
-          if (col < p.head_dim_v) {
-            *reinterpret_cast<float2*>(row + col) =
-                make_float2(o[0].acc[t][2 * r], o[0].acc[t][2 * r + 1]);
-          }
+          const float pair[2] = {o[0].acc[t][2 * r], o[0].acc[t][2 * r + 1]};
+          Rows::store_out(place, Output::col(lane, 2 * t), pair);
         }
       }
     } else {
@@ -353,8 +304,6 @@ struct DecodeBlock {
     constexpr int kVectors = kRowFloats / 4;
     for (int i = threadIdx.x; i < 16 * kVectors; i += Tile::kThreads) {
       const int row = i / kVectors, col = i % kVectors * 4;
-      const int q = (row0 + row) / group;
-      if (q >= seq.seqlen_q || col >= p.head_dim_v) continue;
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (int w = 0; w < Tile::kKeyWarps; ++w) {
@@ -363,42 +312,29 @@ struct DecodeBlock {
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += __uint_as_float(v[j]);
       }
-      *reinterpret_cast<float4*>(out_row(q, first_head + row0 + row - q * group) + col) =
-          make_float4(sum[0], sum[1], sum[2], sum[3]);
+      Rows::store_out(tile.place_of(row), col, sum);
     }
+  }
+  __device__ void run() {
+    const Keys part = tile.keys();
+    const bool has_keys = part.begin < part.end;
+    if (has_keys) main_loop(part);
+    finish();
+    if (tile.wants_out(has_keys)) store_out();
+    __syncthreads();  // shared memory may be written again
   }
 };
 
-// `group`: query heads that are rows of one tile, 1 where they are not packed.
 template <class Tile, DType kDType, Variant kVariant>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
-    decode_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ int group) {
+    decode_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ DecodeGrid grid) {
   extern __shared__ __align__(128) char smem[];
-  const int heads = p.num_heads_q / group;
-  const int index = blockIdx.x / p.num_splits, split = blockIdx.x - index * p.num_splits;
-  WorkTile work;
-  if (p.cu_seqlens_q) {
-    const int blocks = gridDim.x / (heads * p.num_splits);
-    const int head = index / blocks;
-    work = find_packed_block(p.cu_seqlens_q, p.batch, static_cast<int>(p.total_q), Tile::kBlockQ,
-                             index - head * blocks, group);
-    work.head = head;
-    if (work.batch == p.batch) return;  // rows of no sequence: the caller has filled their lse
-  } else {
-    const int blocks = static_cast<int>(gridDim.x / (int64_t{heads} * p.num_splits * p.batch));
-    const int pair = index / blocks, b = pair / heads;
-    work = {b, pair - b * heads, index - pair * blocks, true};
+  __shared__ DecodeState state;
+  const DecodeWalk<Tile::kBlockQ, Tile::kBlockKV, Tile::kThreads> walk{p, grid, state};
+  walk.start();
+  while (walk.next()) {
+    DecodeBlock<Tile, kDType, kVariant>(p, grid, state, ptx::smem_addr(smem)).run();
   }
-  if (!work.valid) return;
-
-  DecodeBlock<Tile, kDType, kVariant> block(p, work, split, group, ptx::smem_addr(smem));
-  block.o[0].clear();
-  block.rows.reset();
-  const DecodePart part = block.part();
-  if (part.begin < part.end) block.main_loop(part);
-  block.finish();
-  // A part without keys is known by its lse; only a sink makes it count.
-  if (part.begin < part.end || (p.sink && split == 0)) block.store_out();
 }
 
 }  // namespace flash_cuda::sm80

@@ -1,11 +1,13 @@
-// Tile shapes of the split-KV kernel. docs/tuning.md says what each was measured against.
+// Tile shapes of the split-KV kernel. docs/tuning.md says what each was
+// measured against.
 #pragma once
 
 #include "sm80/fwd_tile.h"
 
 namespace flash_cuda::sm80 {
 
-// kRowWarps warps own 16 rows each; kKeyWarps share the keys of a block among themselves.
+// kRowWarps warps own 16 rows each; kKeyWarps share the keys of a block among
+// themselves.
 template <int kHeadDim_, int kHeadDimV_, int kBlockKV_, int kRowWarps_, int kStages_,
           int kMinBlocks_>
 struct DecodeTileShape {
@@ -29,7 +31,44 @@ struct DecodeTileShape {
   static_assert(kKeyWarps == 1 || kBytesMerge <= kStages * kBytesStage);
 };
 
-// Rows of the tile: 16 for a decoding step, whose warps share the keys, else 64.
+// The tile of decode_stream.cuh: kRowTiles times 16 rows, 16 keys a step and warp.
+template <int kHeadDim_, int kHeadDimV_, int kRowTiles_, int kWarps_, int kStages_, int kMinBlocks_,
+          bool kQueryInRegisters_>
+struct StreamTileShape {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kRowTiles = kRowTiles_, kBlockQ = 16 * kRowTiles;
+  static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kBlockKV = 16 * kWarps;
+  static constexpr int kStages = kStages_;  // of 16 rows of K and V together, for each warp
+  static constexpr int kMinBlocks = kMinBlocks_;
+  static constexpr bool kQueryInRegisters = kQueryInRegisters_;
+
+  static constexpr int kBytesQ = kBlockQ * kHeadDim * 2;
+  static constexpr int kBytesStepK = 16 * kHeadDim * 2;
+  static constexpr int kBytesStep = kBytesStepK + 16 * kHeadDimV * 2;
+  static constexpr int kBytesRings = kWarps * kStages * kBytesStep;
+  // The warps are merged in the place of the rings; rows are 8 floats longer, against bank
+  // conflicts.
+  static constexpr int kMergeRowFloats = kHeadDimV + 8;
+  static constexpr int kBytesMerge = kWarps * kBlockQ * (kMergeRowFloats + 2) * 4;
+  static constexpr int kSmemBytes =
+      kBytesQ + (kBytesRings > kBytesMerge ? kBytesRings : kBytesMerge);
+  static_assert(kStages >= 2 && kThreads % kBlockQ == 0);
+};
+
+// clang-format off
+template <int kHeadDim, int kHeadDimV, bool kLarge, int kRowTiles> struct StreamTile;
+//                                                                             d   dv  m  w st b  q
+template <bool kLarge> struct StreamTile<64, 64, kLarge, 1>  : StreamTileShape< 64,  64, 1, 4, 5, 2, true> {};
+template <bool kLarge> struct StreamTile<64, 64, kLarge, 2>  : StreamTileShape< 64,  64, 2, 4, 5, 2, true> {};
+template <> struct StreamTile<128, 128, true, 1>             : StreamTileShape<128, 128, 1, 4, 3, 2, true> {};
+template <> struct StreamTile<128, 128, true, 2>             : StreamTileShape<128, 128, 2, 4, 3, 2, false> {};
+template <> struct StreamTile<128, 128, false, 1>            : StreamTileShape<128, 128, 1, 4, 2, 1, true> {};
+template <> struct StreamTile<128, 128, false, 2>            : StreamTileShape<128, 128, 2, 4, 2, 1, false> {};
+template <> struct StreamTile<256, 256, true, 1>             : StreamTileShape<256, 256, 1, 4, 3, 1, false> {};
+template <> struct StreamTile<256, 256, false, 1>            : StreamTileShape<256, 256, 1, 2, 2, 1, false> {};
+// clang-format on
+
+// The tile of decode_kernel.cuh: 16 rows, whose warps share the keys, or 64.
 // clang-format off
 template <int kHeadDim, int kHeadDimV, bool kLarge, int kRowWarps> struct DecodeTile;
 //                                                                             d   dv  kv  rows st blocks

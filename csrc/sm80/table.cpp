@@ -57,8 +57,9 @@ constexpr FwdKernel decode_row(const char* name) {
           Tile::kBlockKV,
           Tile::kThreads,
           serve_all,
-          no_workspace,
-          launch_decode<kDType, kHeadDim, kHeadDimV>};
+          decode_workspace_bytes<kHeadDim, kHeadDimV>,
+          launch_decode<kDType, kHeadDim, kHeadDimV>,
+          /*deals_out=*/true};
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
