@@ -1,0 +1,160 @@
+// Stand-in for compute capability 9.0: tensor memory is global memory, found by the number of the
+// SM, and products are plain code of the thread that issues them, done at issue.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ptx/mbarrier.h"
+
+namespace flash_cuda::ptx {
+
+constexpr int kShadowSms = 144;
+__device__ uint32_t shadow_tmem[kShadowSms][128][512];
+
+__device__ __forceinline__ volatile uint32_t* shadow_cell(uint32_t address) {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return &shadow_tmem[sm][address >> 16][address & 0xffff];
+}
+
+// What nobody has written is NaN.
+__device__ __forceinline__ void tcgen05_alloc(uint32_t smem_result, uint32_t columns) {
+  for (uint32_t lane = 0; lane < 128; ++lane) {
+    for (uint32_t c = threadIdx.x % 32; c < columns; c += 32) {
+      *shadow_cell(lane << 16 | c) = 0x7fffdead;
+    }
+  }
+  __threadfence_block();
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem_result), "r"(0) : "memory");
+  }
+  __syncwarp();
+}
+__device__ __forceinline__ void tcgen05_relinquish_alloc_permit() {}
+__device__ __forceinline__ void tcgen05_dealloc(uint32_t, uint32_t) {}
+__device__ __forceinline__ void tcgen05_fence_before_thread_sync() { __threadfence_block(); }
+__device__ __forceinline__ void tcgen05_fence_after_thread_sync() { __threadfence_block(); }
+__device__ __forceinline__ void tcgen05_wait_ld() {}
+__device__ __forceinline__ void tcgen05_wait_st() { __threadfence_block(); }
+
+template <int kColumns>
+__device__ __forceinline__ void shadow_ld(uint32_t* r, uint32_t tmem) {
+  const volatile uint32_t* from = shadow_cell(tmem + ((threadIdx.x % 32) << 16));
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) r[i] = from[i];
+}
+__device__ __forceinline__ void tcgen05_ld_x16(uint32_t* r, uint32_t tmem) {
+  shadow_ld<16>(r, tmem);
+}
+__device__ __forceinline__ void tcgen05_ld_x32(uint32_t* r, uint32_t tmem) {
+  shadow_ld<32>(r, tmem);
+}
+__device__ __forceinline__ void tcgen05_st_x16(uint32_t tmem, const uint32_t* r) {
+  volatile uint32_t* to = shadow_cell(tmem + ((threadIdx.x % 32) << 16));
+#pragma unroll
+  for (int i = 0; i < 16; ++i) to[i] = r[i];
+}
+__device__ __forceinline__ void tcgen05_ld_16x256b_x4(uint32_t* r, uint32_t tmem) {
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t row = lane / 4 + i / 2 % 2 * 8, column = i % 2 + lane % 4 * 2 + i / 4 * 8;
+    r[i] = *shadow_cell(tmem + (row << 16) + column);
+  }
+}
+template <int kRegisters>
+__device__ __forceinline__ void tcgen05_loaded(uint32_t (&)[kRegisters]) {}
+
+// ---- descriptors, as in csrc/ptx/tcgen05.h
+
+constexpr uint64_t kTcgen05Swizzle128 = 2;
+
+constexpr uint64_t tcgen05_desc_base(uint32_t leading, uint32_t stride, uint64_t swizzle) {
+  return uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | swizzle << 61;
+}
+__device__ __forceinline__ uint64_t tcgen05_desc(uint32_t smem, uint64_t base) {
+  return base | ((smem & 0x3FFFF) >> 4);
+}
+constexpr uint32_t tcgen05_f16_instruction(bool bf16, bool a_mn_major, bool b_mn_major, int m,
+                                           int n) {
+  return uint32_t(bf16) << 7 | uint32_t(a_mn_major) << 15 | uint32_t(b_mn_major) << 16 |
+         uint32_t(n / 8) << 17 | uint32_t(m / 16) << 24;
+}
+
+// ---- products
+
+__device__ __forceinline__ float shadow_float(uint32_t bits, bool bf16) {
+  const uint16_t half = bits & 0xffff;
+  return bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(half));
+}
+// Element (row, k) of an operand in the 128-byte swizzle; k < 16.
+__device__ __forceinline__ float shadow_element(uint64_t desc, bool mn_major, uint32_t row,
+                                                uint32_t k, bool bf16) {
+  const uint32_t start = (desc & 0x3fff) << 4, leading = (desc >> 16 & 0x3fff) << 4,
+                 stride = (desc >> 32 & 0x3fff) << 4;
+  uint32_t at = mn_major ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
+                         : start + row / 8 * stride + row % 8 * 128 + k * 2;
+  at ^= (at >> 7 & 7) << 4;
+  uint16_t bits;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(bits) : "r"(at) : "memory");
+  return shadow_float(bits, bf16);
+}
+// A is in tensor memory if `ts`. Once in a kernel, however often it is called.
+static __device__ __noinline__ void shadow_mma(uint32_t d, bool ts, uint32_t a_tmem, uint64_t a,
+                                               uint64_t b, uint32_t instruction, bool accumulate) {
+  const bool bf16 = instruction >> 7 & 1, a_mn = instruction >> 15 & 1,
+             b_mn = instruction >> 16 & 1;
+  const uint32_t n = (instruction >> 17 & 63) * 8;
+  for (uint32_t first = 0; first < n; first += 16) {
+    float columns[16][16];
+#pragma unroll 1
+    for (uint32_t c = 0; c < 16; ++c) {
+#pragma unroll
+      for (uint32_t k = 0; k < 16; ++k) {
+        columns[c][k] = shadow_element(b, b_mn, first + c, k, bf16);
+      }
+    }
+#pragma unroll 1
+    for (uint32_t row = 0; row < 128; ++row) {
+      float left[16];
+      if (ts) {
+        const volatile uint32_t* from = shadow_cell(a_tmem + (row << 16));
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          const uint32_t pair = from[i];
+          left[2 * i] = shadow_float(pair & 0xffff, bf16);
+          left[2 * i + 1] = shadow_float(pair >> 16, bf16);
+        }
+      } else {
+#pragma unroll
+        for (uint32_t k = 0; k < 16; ++k) left[k] = shadow_element(a, a_mn, row, k, bf16);
+      }
+      volatile uint32_t* to = shadow_cell(d + (row << 16) + first);
+#pragma unroll 4
+      for (uint32_t c = 0; c < 16; ++c) {
+        float sum = accumulate ? __uint_as_float(to[c]) : 0.0f;
+#pragma unroll
+        for (uint32_t k = 0; k < 16; ++k) sum = fmaf(left[k], columns[c][k], sum);
+        to[c] = __float_as_uint(sum);
+      }
+    }
+  }
+}
+__device__ __forceinline__ void tcgen05_mma_ss(uint32_t d, uint64_t a, uint64_t b,
+                                               uint32_t instruction, bool accumulate) {
+  shadow_mma(d, false, 0, a, b, instruction, accumulate);
+}
+__device__ __forceinline__ void tcgen05_mma_ts(uint32_t d, uint32_t a, uint64_t b,
+                                               uint32_t instruction, bool accumulate) {
+  shadow_mma(d, true, a, 0, b, instruction, accumulate);
+}
+__device__ __forceinline__ void tcgen05_commit(uint32_t bar) {
+  __threadfence_block();
+  mbarrier_arrive(bar);
+}
+
+}  // namespace flash_cuda::ptx
