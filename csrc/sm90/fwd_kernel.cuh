@@ -170,11 +170,13 @@ struct Consumer {
     }
   }
   // V is released for the whole warpgroup, so only the warp that does it may
-  // look at the barrier: another one could come late and miss the phase.
+  // look at the barrier, and all its lanes before it does: who comes late
+  // could miss the phase.
   __device__ __forceinline__ void skip_v(uint32_t begin, uint32_t end) {
     if (begin != end && uniform(thread / 32) == 0) {
       for (; begin != end; ++begin) {
         wait_v(begin);
+        __syncwarp();
         release_v(begin);
       }
     }
