@@ -57,8 +57,8 @@ CUtensorMap make_tensor_map(const TensorMapShape& shape, DType dtype) {
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
   auto try_encode = [&] {
-    return encode(&map, type, rank, const_cast<void*>(shape.base), dims, strides, box, element_strides,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape.swizzle_bytes),
+    return encode(&map, type, rank, const_cast<void*>(shape.base), dims, strides, box,
+                  element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape.swizzle_bytes),
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = try_encode();
