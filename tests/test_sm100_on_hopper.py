@@ -219,6 +219,7 @@ CASES = {
     "deterministic": {"rows": (300,), "keys": (600,), "window_right": 0, "deterministic": True},
     "softcap": {"rows": (150,), "keys": (200,), "heads": 1, "heads_kv": 1, "softcap": 3.0},
     "alibi": {"rows": (150,), "keys": (200,), "heads_kv": 1, "alibi": "head", "window_right": 0},
+    "bias": {"rows": (150,), "keys": (200,), "heads_kv": 1, "bias": "b1qk", "window_right": 0},
     "strict": {"rows": (300,), "keys": (500,), "heads": 1, "heads_kv": 1, "strict": True},
     "many blocks": {"rows": (384,) * 4, "keys": (512,) * 4, "heads": 16, "heads_kv": 8,
                     "window_right": 0},

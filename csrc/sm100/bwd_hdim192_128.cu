@@ -1,7 +1,5 @@
 #include "sm100/bwd_launch.cuh"
 
-// build: spills allowed in bwd_kernel up to 72 bytes: for sm_103a alone, sm_100a has none
-
 namespace flash_cuda::sm100 {
 
 template void launch_bwd<DType::kBFloat16, 192, 128>(const BwdParams&, cudaStream_t);

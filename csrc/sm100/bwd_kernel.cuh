@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/tma_rows.cuh"
+#include "ptx/elect.h"
 #include "ptx/fence.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/tcgen05.h"
@@ -305,8 +306,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     Scores<Tile, kDType>{smem, args, warp / 4 - 1, warp % 4}.run();
   } else {
     ptx::setmaxnreg_dec<Tile::kRegistersOther>();
-    if (warp == kMmaWarp && threadIdx.x % 32 == 0) BwdIssuer<Tile, kDType>{smem, args}.run();
-    if (warp == kLoadWarp && threadIdx.x % 32 == 0) BwdLoader<Tile>{smem, args}.run();
+    if (warp == kMmaWarp && ptx::elect_one()) BwdIssuer<Tile, kDType>{smem, args}.run();
+    if (warp == kLoadWarp && ptx::elect_one()) BwdLoader<Tile>{smem, args}.run();
     __syncwarp();
   }
   // Nobody reads or writes tensor memory any more.

@@ -91,18 +91,37 @@ BwdArgs make_bwd_args(const BwdParams& params) {
   return args;
 }
 
+// Where the gradient of the bias is added up: as it is, or in deterministic mode, where it is
+// broadcast, each score by itself, for a sum in a fixed order.
+inline void place_dbias(BwdArgs& args, cudaStream_t stream) {
+  BwdParams& params = args.params;
+  const FwdParams& p = params.fwd;
+  if (!(params.wanted & kWantDbias)) return;
+  if (float* all = args.workspace.dbias) {
+    check_cuda(cudaMemsetAsync(all, 0, BwdWorkspace::dbias_elements(p) * 4, stream),
+               "cudaMemsetAsync");
+    params.dbias = all;
+    params.dbias_col_stride = 1;
+    params.dbias_row_stride = p.seqlen_kv;
+    params.dbias_head_stride = params.dbias_row_stride * p.seqlen_q;
+    params.dbias_batch_stride = params.dbias_head_stride * p.num_heads_q;
+  }
+  params.dbias_shared = dbias_is_shared(params);
+}
+
 template <class Tile, DType kDType>
 void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   static std::atomic<uint64_t> smem_allowed{0};
   const FwdParams& p = params.fwd;
-  const BwdArgs args = make_bwd_args<Tile>(params);
+  BwdArgs args = make_bwd_args<Tile>(params);
+  place_dbias(args, stream);
   const BwdWorkspace& ws = args.workspace;
   launch_bwd_preprocess(params, ws, stream);
   if (params.wanted & kWantDsink) launch_bwd_sink(params, ws, stream);
   const int64_t blocks = p.cu_seqlens_k
                              ? packed_blocks(p.total_kv, p.batch, Tile::kBlockKV) * p.num_heads_kv
                              : args.schedule.size();
-  if (blocks > 0 && (params.dq || params.dk || params.dv)) {
+  if (blocks > 0 && (params.wanted & ~kWantDsink)) {
     auto* kernel = bwd_kernel<Tile, kDType>;
     allow_dynamic_smem(kernel, Tile::kSmemBytes, smem_allowed);
     launch_kernel(kernel, {dim3(static_cast<unsigned>(blocks)), Tile::kThreads, Tile::kSmemBytes},
@@ -113,6 +132,7 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
     launch_kernel(bwd_postprocess_kernel<kDType>,
                   {dim3(static_cast<unsigned>(tiles)), kPostprocessThreads, 0}, stream, params, ws);
   }
+  if (ws.dbias) launch_bwd_dbias(params, ws, stream);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>

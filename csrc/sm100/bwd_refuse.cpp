@@ -57,7 +57,6 @@ const char* refuse_bwd(const BwdParams& params) {
   if (p.softcap != 0.0f && (p.alibi_slopes || p.bias)) {
     return "softcap with alibi_slopes or bias is served by sm80";
   }
-  if (params.wanted & kWantDbias) return "dbias is served by sm80";
   return refuse_layout(params);
 }
 

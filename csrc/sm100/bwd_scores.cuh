@@ -154,8 +154,29 @@ struct Scores {
     arrive_warp(smem.barrier(kBwdPReady));
   }
 
+  // Adds dS of a fragment to the gradient of the bias. One writer an element unless the bias is
+  // broadcast.
+  __device__ __forceinline__ void add_to_dbias(const uint32_t (&ds)[kFragment], int head,
+                                               int first_query) const {
+    const BwdParams& p = args.params;
+    const BwdTask& task = smem.task();
+    const int key = task.kv0 + key_row(), queries = task.seq.seqlen_q - first_query;
+    if (key >= task.seq.seqlen_kv) return;
+    float* to = p.dbias + task.batch * p.dbias_batch_stride + head * p.dbias_head_stride +
+                first_query * p.dbias_row_stride + key * p.dbias_col_stride;
+#pragma unroll
+    for (int i = 0; i < kFragment; ++i, to += p.dbias_row_stride) {
+      if (i >= queries) continue;
+      if (p.dbias_shared) {
+        atomicAdd(to, __uint_as_float(ds[i]));
+      } else {
+        *to = __uint_as_float(ds[i]);
+      }
+    }
+  }
+
   // dS = P (dP - delta), to tensor memory over dP and to shared memory as rows of keys.
-  __device__ __forceinline__ void score_gradients(uint32_t stage) {
+  __device__ __forceinline__ void score_gradients(uint32_t stage, int head, int first_query) {
     const uint32_t row = swizzled_row(smem.ds() + half * Tile::kPanelBytes);
 #pragma unroll
     for (int c = 0; c < kN; c += kFragment) {
@@ -173,8 +194,14 @@ struct Scores {
           const float2 x = make_float2(__uint_as_float(dp[at]), __uint_as_float(dp[at + 1]));
           const float2 less = ptx::fma2(delta[j], make_float2(-1.0f, -1.0f), x);
           const float2 ds = ptx::mul2(make_float2(score(c + at), score(c + at + 1)), less);
-          packed[at / 2] = ptx::pack<kDType>(ds.x, ds.y);
+          dp[at] = __float_as_uint(ds.x);
+          dp[at + 1] = __float_as_uint(ds.y);
         }
+      }
+      if (Tile::kGeneral && args.params.dbias) add_to_dbias(dp, head, first_query + c);
+#pragma unroll
+      for (int i = 0; i < kFragment; i += 2) {
+        packed[i / 2] = ptx::pack<kDType>(__uint_as_float(dp[i]), __uint_as_float(dp[i + 1]));
       }
       ptx::tcgen05_st_x16(lanes(Tile::kTmemDp + half * Tile::kHalfDs + c / 2), packed);
 #pragma unroll
@@ -208,7 +235,7 @@ struct Scores {
     probabilities(factor, stage);
     ptx::mbarrier_wait(smem.barrier(kBwdDpFull), blocks % 2);
     ptx::tcgen05_fence_after_thread_sync();
-    score_gradients(stage);
+    score_gradients(stage, head, first_query);
     ++blocks;
   }
 
@@ -264,10 +291,9 @@ struct Scores {
   }
 
   __device__ __forceinline__ void run() {
-    const int full_begin = smem.task().blocks.full_begin, full_end = smem.task().blocks.full_end;
 #pragma unroll 1
     for (BwdSteps at(smem.task()); at.left > 0; at.next()) {
-      step(at.head, at.q_block, at.q_block < full_begin || at.q_block >= full_end);
+      step(at.head, at.q_block, smem.task().blocks.is_masked(at.q_block));
     }
     const BwdParams& p = args.params;
     ptx::mbarrier_wait(smem.barrier(kBwdDvFull), 0);

@@ -10,6 +10,7 @@
 
 #include "common/tma_rows.cuh"
 #include "ptx/cluster_launch.h"
+#include "ptx/elect.h"
 #include "ptx/fence.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/tcgen05.h"
@@ -307,7 +308,7 @@ __device__ __forceinline__ void store(const FwdSmem<Tile>& smem, const FwdArgs& 
 template <class Tile, DType kDType>
 __device__ __forceinline__ void single_warp(const FwdSmem<Tile>& smem, const FwdArgs& args,
                                             int warp) {
-  const bool leader = threadIdx.x % 32 == 0;
+  const bool leader = ptx::elect_one();
   if (warp == 0 && leader) {
     Issuer<Tile, kDType>{smem, args}.run();
   } else if (warp == 1 && leader) {
