@@ -33,6 +33,7 @@ class Kernel:
         rows: queries of the block.
         emulated: exponentials of each 128 that run on the FMA units.
         instructions: of each role in one turn of its loop, and its warps.
+        pair: two thread blocks share the right operands; the numbers are of one of them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Kernel:
     rows: int
     emulated: int
     instructions: tuple[tuple[int, int], ...]
+    pair: bool = False
 
     @property
     def flops(self) -> float:
@@ -59,8 +61,13 @@ class Kernel:
             tiles = rows // 128
             return tiles * (2 * 128 * d + k + v) + 2 * KEYS * (panels + panels_v)
         q, dout, ds = 2 * rows * d, 2 * rows * dv, 2 * rows * KEYS
-        operands = (k + q) + (v + dout) + dout + q + (ds + k)  # S, dP, dV, dK, dQ
         sums = 2 * 4 * rows * d  # staged and read
+        if self.pair:
+            # dQ is of half of the queries and all keys of the pair; half of dS is sent and received.
+            q, dout, ds, sums = q // 2, dout // 2, 2 * ds, sums // 2
+            operands = (k + q) + (v + dout) + dout + q + (ds // 2 + k)
+        else:
+            operands = (k + q) + (v + dout) + dout + q + (ds + k)  # S, dP, dV, dK, dQ
         # Four queries' lse or delta for all lanes of a warp take a cycle; a warp has half of them.
         stats = 8 * (2 * rows // 8) * SMEM_BYTES
         return operands + ds + sums + stats + 2 * rows * (panels + panels_v)
@@ -84,7 +91,17 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("forward 256", False, 256, 256, 128, 0, ((532, 4), (368, 4), (188, 1), (340, 1))),
     Kernel("backward 64", True, 64, 64, 128, 0, ((393, 8), (324, 4), (301, 1), (151, 1))),
     Kernel("backward 96", True, 96, 96, 128, 0, ((396, 8), (455, 4), (333, 1), (190, 1))),
-    Kernel("backward 128", True, 128, 128, 128, 0, ((393, 8), (407, 4), (313, 1), (190, 1))),
+    Kernel("backward 128", True, 128, 128, 128, 0, ((392, 8), (411, 4), (313, 1), (190, 1))),
+    Kernel(
+        "backward 128, pairs",
+        True,
+        128,
+        128,
+        128,
+        0,
+        ((454, 8), (370, 4), (372, 1), (318, 1)),
+        pair=True,
+    ),
     Kernel("backward 192/128", True, 192, 128, 128, 0, ((397, 8), (609, 4), (313, 1), (200, 1))),
 )
 

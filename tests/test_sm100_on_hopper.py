@@ -3,7 +3,8 @@
 Their sources are compiled for compute capability 9.0 with `shadow/` before `csrc/`: tensor memory
 is global memory there, and products are plain code of the issuing thread. Copies, mbarriers,
 fences, reductions and concurrency are the card's own. Products, loads and stores of tensor memory
-are done when they are issued, so what nobody waits for goes unseen: the emulator finds that.
+are done when they are issued, so what nobody waits for goes unseen: the emulator finds that. Pairs
+of thread blocks have no stand-in.
 """
 
 from __future__ import annotations

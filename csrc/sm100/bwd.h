@@ -11,7 +11,18 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream);
 template <int kHeadDim>
 size_t bwd_workspace_bytes(const BwdParams& params);
 
-// Null, or why this folder does not serve the call.
+// By pairs of thread blocks, head dims up to 128; the workspace is bwd_workspace_bytes<128>.
+template <DType kDType>
+void launch_bwd_pair(const BwdParams& params, cudaStream_t stream);
+
+// In two passes, head dims up to 256.
+template <DType kDType>
+void launch_bwd_wide(const BwdParams& params, cudaStream_t stream);
+size_t bwd_wide_workspace_bytes(const BwdParams& params);
+
+// Null, or why this folder does not serve the call; the same of its pairs and of its two passes.
 const char* refuse_bwd(const BwdParams& params);
+const char* refuse_bwd_pair(const BwdParams& params);
+const char* refuse_bwd_wide(const BwdParams& params);
 
 }  // namespace flash_cuda::sm100

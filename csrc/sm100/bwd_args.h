@@ -31,26 +31,29 @@ struct BwdTask {
 
   __device__ __forceinline__ int num_steps() const { return (blocks.end - blocks.begin) * group; }
 
-  // How many blocks of keys add to this dQ before this one: from low to high keys, as the grid
-  // starts them.
+  // How many blocks (or pairs) of kKeys keys add to this dQ before this one: from low to high keys,
+  // as the grid starts them.
+  template <int kKeys>
   __device__ __forceinline__ int turn(int q_block) const {
-    return kv0 / 128 - mask.kv_blocks(q_block * 128, 128, 128).begin;
+    return kv0 / kKeys - mask.kv_blocks(q_block * 128, 128, kKeys).begin;
   }
 };
 
-// Of this thread block; by a whole warp.
+// Of this thread block, or of this one of a pair, which walks the pair's queries; by a whole warp.
+template <bool kPair>
 __device__ __forceinline__ BwdTask find_task(const BwdArgs& args) {
-  constexpr int kBlock = 128;
+  constexpr int kKeys = 128, kBlocks = kPair ? 2 : 1, kBlock = kKeys * kBlocks;
+  const int index = blockIdx.x / kBlocks, rank = blockIdx.x % kBlocks;
   const FwdParams& p = args.params.fwd;
   WorkTile work;
   if (p.cu_seqlens_k) {
-    const int blocks = gridDim.x / p.num_heads_kv;
-    const int head = blockIdx.x / blocks;
+    const int blocks = gridDim.x / kBlocks / p.num_heads_kv;
+    const int head = index / blocks;
     work = find_packed_block(p.cu_seqlens_k, p.batch, static_cast<int>(p.total_kv), kBlock,
-                             blockIdx.x - head * blocks);
+                             index - head * blocks);
     work.head = head;
   } else {
-    work = args.schedule.tile(blockIdx.x);
+    work = args.schedule.tile(index);
   }
   BwdTask t{};
   t.valid = work.valid;
@@ -60,11 +63,16 @@ __device__ __forceinline__ BwdTask find_task(const BwdArgs& args) {
   t.batch = work.batch;
   t.kv_head = work.head;
   t.group = p.num_heads_q / p.num_heads_kv;
-  t.kv0 = work.block * kBlock;
+  t.kv0 = work.block * kBlock + rank * kKeys;
   t.tile_base = args.workspace.tile_base(p, t.seq.q_row0, work.batch);
-  t.blocks = t.mask.q_blocks(t.kv0, kBlock, kBlock);
+  t.blocks = t.mask.q_blocks(t.kv0, kKeys, 128);
+  if (kPair) {
+    const BlockRange both = t.mask.q_blocks(work.block * kBlock, kBlock, 128);
+    t.blocks.begin = both.begin;
+    t.blocks.end = both.end;
+  }
   // A ragged tile of keys is masked everywhere.
-  if (t.kv0 + kBlock > t.seq.seqlen_kv) t.blocks.full_begin = t.blocks.full_end = t.blocks.begin;
+  if (t.kv0 + kKeys > t.seq.seqlen_kv) t.blocks.full_begin = t.blocks.full_end = t.blocks.begin;
   return t;
 }
 

@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   constexpr int kMmaWarp = 12, kLoadWarp = 13;
   if (warp == 0) {
-    const BwdTask task = find_task(args);
+    const BwdTask task = find_task<Tile::kPair>(args);
     if (threadIdx.x == 0) smem.exchange->task = task;
   }
   if (warp == kLoadWarp && threadIdx.x % 32 == 0) smem.init_barriers();

@@ -5,6 +5,7 @@
 #include "common/launch.h"
 #include "sm100/bwd.h"
 #include "sm100/bwd_kernel.cuh"
+#include "sm100/bwd_pair_kernel.cuh"
 
 namespace flash_cuda::sm100 {
 
@@ -28,7 +29,7 @@ struct BwdStages<192, 128> {
   static constexpr int kQ = 1, kDout = 1;
 };
 
-constexpr int kTurnsDq = 4;  // parts of a dQ tile, one of each warp
+constexpr int kTurnsDq = 8;  // parts of a dQ tile, one of each warp of one or two thread blocks
 
 template <int kHeadDim>
 BwdWorkspace bwd_workspace(const BwdParams& params, char* base, size_t* bytes) {
@@ -60,21 +61,21 @@ BwdArgs make_bwd_args(const BwdParams& params) {
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
   const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q;
   const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv;
-  const auto map = [&](CUtensorMap* tensor_map, RowMap* rows, const MapSource& t, bool packed,
-                       bool clipped) {
+  const auto map = [&](CUtensorMap* tensor_map, RowMap* rows, const MapSource& t, int box_rows,
+                       bool packed, bool clipped) {
     if (!t.base) return;
     *rows = row_map(t, packed, clipped);
-    *tensor_map = rows_tensor_map(t, *rows, Tile::kPanelCols, 128, p.dtype);
+    *tensor_map = rows_tensor_map(t, *rows, Tile::kPanelCols, box_rows, p.dtype);
   };
   const auto map_q = [&](CUtensorMap* tensor_map, RowMap* rows, const void* base,
                          const Stride& stride, int columns) {
-    map(tensor_map, rows, {base, stride, columns, rows_q, p.num_heads_q, p.batch}, packed_q,
-        p.seqused_q);
+    map(tensor_map, rows, {base, stride, columns, rows_q, p.num_heads_q, p.batch}, Tile::kBoxQ,
+        packed_q, p.seqused_q);
   };
   const auto map_kv = [&](CUtensorMap* tensor_map, RowMap* rows, const void* base,
                           const Stride& stride, int columns, bool clipped) {
-    map(tensor_map, rows, {base, stride, columns, rows_kv, p.num_heads_kv, p.batch}, packed_kv,
-        clipped);
+    map(tensor_map, rows, {base, stride, columns, rows_kv, p.num_heads_kv, p.batch}, Tile::kBlockKV,
+        packed_kv, clipped);
   };
   map_q(&args.q_map, &args.q_rows, p.q, p.q_stride, p.head_dim);
   map_q(&args.dout_map, &args.dout_rows, params.dout, params.dout_stride, p.head_dim_v);
@@ -85,9 +86,10 @@ BwdArgs make_bwd_args(const BwdParams& params) {
   size_t bytes;
   args.workspace =
       bwd_workspace<Tile::kHeadDim>(params, static_cast<char*>(params.workspace), &bytes);
+  constexpr int kKeys = (Tile::kPair ? 2 : 1) * Tile::kBlockKV;
   // Ascending, as the deterministic order of dq wants it (and longest first under a causal mask).
-  args.schedule = {ceil_div(p.seqlen_kv, Tile::kBlockKV), p.num_heads_kv, p.batch,
-                   kv_heads_section(p), false};
+  args.schedule = {ceil_div(p.seqlen_kv, kKeys), p.num_heads_kv, p.batch, kv_heads_section(p),
+                   false};
   return args;
 }
 
@@ -110,6 +112,15 @@ inline void place_dbias(BwdArgs& args, cudaStream_t stream) {
 }
 
 template <class Tile, DType kDType>
+constexpr auto* bwd_kernel_of() {
+  if constexpr (Tile::kPair) {
+    return bwd_pair_kernel<Tile, kDType>;
+  } else {
+    return bwd_kernel<Tile, kDType>;
+  }
+}
+
+template <class Tile, DType kDType>
 void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   static std::atomic<uint64_t> smem_allowed{0};
   const FwdParams& p = params.fwd;
@@ -118,14 +129,18 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   const BwdWorkspace& ws = args.workspace;
   launch_bwd_preprocess(params, ws, stream);
   if (params.wanted & kWantDsink) launch_bwd_sink(params, ws, stream);
-  const int64_t blocks = p.cu_seqlens_k
-                             ? packed_blocks(p.total_kv, p.batch, Tile::kBlockKV) * p.num_heads_kv
-                             : args.schedule.size();
-  if (blocks > 0 && (params.wanted & ~kWantDsink)) {
-    auto* kernel = bwd_kernel<Tile, kDType>;
+  constexpr int kCluster = Tile::kPair ? 2 : 1;
+  const int64_t tasks =
+      p.cu_seqlens_k
+          ? packed_blocks(p.total_kv, p.batch, kCluster * Tile::kBlockKV) * p.num_heads_kv
+          : args.schedule.size();
+  if (tasks > 0 && (params.wanted & ~kWantDsink)) {
+    auto* kernel = bwd_kernel_of<Tile, kDType>();
     allow_dynamic_smem(kernel, Tile::kSmemBytes, smem_allowed);
-    launch_kernel(kernel, {dim3(static_cast<unsigned>(blocks)), Tile::kThreads, Tile::kSmemBytes},
-                  stream, args);
+    launch_kernel(
+        kernel,
+        {dim3(static_cast<unsigned>(tasks * kCluster)), Tile::kThreads, Tile::kSmemBytes, kCluster},
+        stream, args);
   }
   const int64_t tiles = ws.tiles * p.num_heads_q;
   if (params.dq && tiles > 0) {
@@ -146,6 +161,11 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
     launch_bwd_tile<BwdTile<kHeadDim, kHeadDimV, Stages::kQ, Stages::kDout, false>, kDType>(params,
                                                                                             stream);
   }
+}
+
+template <DType kDType>
+void launch_bwd_pair(const BwdParams& params, cudaStream_t stream) {
+  launch_bwd_tile<BwdPairTile, kDType>(params, stream);
 }
 
 }  // namespace flash_cuda::sm100

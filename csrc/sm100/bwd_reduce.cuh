@@ -15,7 +15,10 @@ namespace flash_cuda::sm100 {
 template <class Tile>
 struct Reduce {
   static constexpr int kRows = 16;  // of a batch
-  static constexpr int kBatchesRow = Tile::kHeadDim / Tile::kBatchCols, kBatches = 2 * kBatchesRow;
+  // Of a pair a warp has the columns of its lanes only.
+  static constexpr int kBatchesRow = Tile::kPair ? 1 : Tile::kHeadDim / Tile::kBatchCols;
+  static constexpr int kBatches = 2 * kBatchesRow;
+  static constexpr int kBatchStride = kRows * (Tile::kPair ? Tile::kHeadDim : Tile::kBatchCols);
   static constexpr int kValues = kRows * Tile::kBatchCols / 32;  // of a lane
 
   const BwdSmem<Tile>& smem;
@@ -59,6 +62,16 @@ struct Reduce {
     }
   }
 
+  // Where this warp adds: its first sum of a tile, and its part of those that are added to in turn.
+  __device__ __forceinline__ int first_sum() const {
+    if (!Tile::kPair) return warp * 32 * Tile::kHeadDim;
+    const int row = ptx::cluster_block_rank() * 64 + warp % 2 * 32, column = warp / 2 * 64;
+    return row * Tile::kHeadDim + column * kRows;
+  }
+  __device__ __forceinline__ int part() const {
+    return Tile::kPair ? ptx::cluster_block_rank() * 4 + warp : warp;
+  }
+
   // Deterministic mode: a warp adds to the same rows in every tile of keys, so turns are kept by
   // the warp.
   __device__ __forceinline__ void wait_turn(const int* turn, int mine) const {
@@ -80,12 +93,14 @@ struct Reduce {
     const BwdTask& task = smem.task();
     const BwdWorkspace& ws = args.workspace;
     if (!ws.dq) return;
+    const int first = first_sum(), mine = part();
+    constexpr int kKeys = Tile::kPair ? 2 * Tile::kBlockKV : Tile::kBlockKV;
     uint32_t count = 0;
 #pragma unroll 1
     for (BwdSteps at(task); at.left > 0; at.next(), ++count) {
       const int64_t tile = at.head * ws.tiles + task.tile_base + at.q_block;
-      float* sums = ws.dq + (tile * Tile::kBlockQ + warp * 32) * Tile::kHeadDim;
-      int* turn = ws.turn ? ws.turn + tile * 4 + warp : nullptr;
+      float* sums = ws.dq + tile * (Tile::kBlockQ * Tile::kHeadDim) + first;
+      int* turn = ws.turn ? ws.turn + tile * ws.turns + mine : nullptr;
       ptx::mbarrier_wait(smem.barrier(kBwdDqFull), count % 2);
       ptx::tcgen05_fence_after_thread_sync();
       // The first pieces find their buffers free, so that dQ's columns are soon free, too.
@@ -95,13 +110,13 @@ struct Reduce {
         load(v, batch);
         if (batch + 1 == kBatches) {
           ptx::tcgen05_fence_before_thread_sync();
-          arrive_warp(smem.barrier(kBwdDqEmpty));
+          smem.tell_issuer(kBwdDqEmpty);
         } else if (turn && batch == 0) {
-          wait_turn(turn, task.turn(at.q_block));
+          wait_turn(turn, task.turn<kKeys>(at.q_block));
         }
-        add(v, sums + batch * kRows * Tile::kBatchCols);
+        add(v, sums + batch * kBatchStride);
       }
-      if (turn) pass_turn(turn, task.turn(at.q_block));
+      if (turn) pass_turn(turn, task.turn<kKeys>(at.q_block));
     }
     if (lane() == 0) {
       ptx::bulk_wait_group<0>();

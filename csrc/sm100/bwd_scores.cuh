@@ -151,7 +151,7 @@ struct Scores {
     }
     ptx::tcgen05_wait_st();
     ptx::tcgen05_fence_before_thread_sync();
-    arrive_warp(smem.barrier(kBwdPReady));
+    smem.tell_issuer(kBwdPReady);
   }
 
   // Adds dS of a fragment to the gradient of the bias. One writer an element unless the bias is
@@ -177,7 +177,7 @@ struct Scores {
 
   // dS = P (dP - delta), to tensor memory over dP and to shared memory as rows of keys.
   __device__ __forceinline__ void score_gradients(uint32_t stage, int head, int first_query) {
-    const uint32_t row = swizzled_row(smem.ds() + half * Tile::kPanelBytes);
+    uint32_t shared[Tile::kPair ? kN / 2 : 1];  // kept until the last dS has been read
 #pragma unroll
     for (int c = 0; c < kN; c += kFragment) {
       uint32_t dp[kFragment], packed[kFragment / 2];
@@ -204,16 +204,50 @@ struct Scores {
         packed[i / 2] = ptx::pack<kDType>(__uint_as_float(dp[i]), __uint_as_float(dp[i + 1]));
       }
       ptx::tcgen05_st_x16(lanes(Tile::kTmemDp + half * Tile::kHalfDs + c / 2), packed);
+      if constexpr (Tile::kPair) {
 #pragma unroll
-      for (int i = 0; i < kFragment / 8; ++i) {
-        const uint32_t* from = packed + 4 * i;
-        ptx::store_shared_16(row ^ ((c / 8 + i) << 4), {from[0], from[1], from[2], from[3]});
+        for (int i = 0; i < kFragment / 2; ++i) shared[c / 2 + i] = packed[i];
+      } else {
+        store_ds(smem.ds() + half * Tile::kPanelBytes, packed, c);
       }
     }
     ptx::tcgen05_wait_st();
-    ptx::fence_proxy_async_shared();
+    if (!Tile::kPair) ptx::fence_proxy_async_shared();
     ptx::tcgen05_fence_before_thread_sync();
-    arrive_warp(smem.barrier(kBwdDsReady));
+    smem.tell_issuer(kBwdDsReady);
+    if constexpr (Tile::kPair) {
+      if (args.workspace.dq) share_ds(shared);
+    }
+  }
+  // This thread's row of dS, from query c of this half on.
+  template <int kWords>
+  __device__ __forceinline__ void store_ds(uint32_t panel, const uint32_t (&packed)[kWords],
+                                           int c) const {
+    const uint32_t row = swizzled_row(panel);
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint32_t* from = packed + 4 * i;
+      ptx::store_shared_16(row ^ ((c / 8 + i) << 4), {from[0], from[1], from[2], from[3]});
+    }
+  }
+  // dS of a half goes to the block of the pair that adds up dQ of those queries.
+  __device__ __forceinline__ void share_ds(const uint32_t (&packed)[kN / 2]) const {
+    const int rank = ptx::cluster_block_rank();
+    const bool own = half == rank;
+    const uint32_t panel = smem.ds() + rank * Tile::kPanelBytes;  // of this block's keys, in either
+    // dQ of the block before has read what is written here and by the copy.
+    if (blocks > 0) ptx::mbarrier_wait(smem.barrier(kBwdDqFull), (blocks - 1) % 2);
+    store_ds(own ? panel : smem.outgoing(), packed, 0);
+    ptx::fence_proxy_async_shared();
+    if (own) return smem.tell_issuer(kBwdExchanged);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      constexpr int kBytes = 32 * 128;  // a warp's rows
+      const uint32_t peer = rank ^ 1;
+      ptx::bulk_copy_to_peer(ptx::mapa(panel + warp * kBytes, peer),
+                             smem.outgoing() + warp * kBytes, kBytes,
+                             ptx::mapa(smem.barrier(kBwdArrived), peer));
+    }
   }
 
   // The task stays in shared memory: what only masked blocks need is read there again.

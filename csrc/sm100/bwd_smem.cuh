@@ -1,6 +1,7 @@
 // Shared memory of the backward kernel: operand tiles and barriers.
 #pragma once
 
+#include "ptx/cluster.h"
 #include "ptx/fence.h"
 #include "ptx/mbarrier.h"
 #include "ptx/smem_addr.h"
@@ -15,8 +16,8 @@ struct alignas(8) BwdExchange {
   uint32_t tmem;  // start of the allocated columns
 };
 
-// Rings have a barrier a stage; the others complete a phase for each block of queries, and the last
-// ones once.
+// Rings have a barrier a stage (a pair: one for rows, one for columns); the others complete a phase
+// for each block of queries, and the last ones once.
 enum BwdBarrier : int {
   kBwdQFull = 0,      // ring: the copy engine -> MMA
   kBwdQEmpty = 2,     // ring: MMA -> load: dK is done
@@ -34,6 +35,11 @@ enum BwdBarrier : int {
   kBwdDvFull,  // MMA -> scores: complete, and dO's memory is free
   kBwdDkFull,  // the same of dK and Q
   kBwdBarriers,
+  // Of a pair.
+  kBwdArrived = kBwdBarriers,  // the peer -> relay: its part of dS is there
+  kBwdExchanged,               // scores and relays -> MMA: dS of both blocks is complete
+  kBwdKColsFull,               // the copy engine -> MMA
+  kBwdPairBarriers,
 };
 
 template <class Tile>
@@ -42,8 +48,9 @@ struct BwdSmem {
   BwdExchange* exchange;
 
   static constexpr int kBarriersAt = Tile::kSmemExchange + sizeof(BwdExchange);
+  static constexpr int kBarriers = Tile::kPair ? kBwdPairBarriers : kBwdBarriers;
   static_assert(sizeof(BwdExchange) % 8 == 0);
-  static_assert(kBarriersAt + 8 * kBwdBarriers <= Tile::kSmemBytes);
+  static_assert(kBarriersAt + 8 * kBarriers <= Tile::kSmemBytes);
 
   __device__ __forceinline__ const BwdTask& task() const { return exchange->task; }
   __device__ __forceinline__ uint32_t k() const { return base + Tile::kSmemK; }
@@ -55,6 +62,8 @@ struct BwdSmem {
     return base + Tile::kSmemDout + stage * Tile::kBytesV;
   }
   __device__ __forceinline__ uint32_t ds() const { return base + Tile::kSmemDs; }
+  __device__ __forceinline__ uint32_t k_columns() const { return base + Tile::kSmemKCols; }
+  __device__ __forceinline__ uint32_t outgoing() const { return base + Tile::kSmemOutgoing; }
   __device__ __forceinline__ uint32_t lse(uint32_t stage) const {
     return base + Tile::kSmemLse + stage * Tile::kBlockQ * 4;
   }
@@ -69,13 +78,28 @@ struct BwdSmem {
   }
 
   __device__ __forceinline__ void init_barriers() const {
-    constexpr int kWarpsScores = 8, kWarpsReduce = 4;
-    for (int i = 0; i < kBwdBarriers; ++i) {
+    constexpr int kWarpsScores = 8, kWarpsReduce = 4, kBlocks = Tile::kPair ? 2 : 1;
+    for (int i = 0; i < kBarriers; ++i) {
       const bool by_scores = i == kBwdPReady || i == kBwdDsReady;
-      const int count = by_scores ? kWarpsScores : i == kBwdDqEmpty ? kWarpsReduce : 1;
+      int count = by_scores          ? kWarpsScores * kBlocks
+                  : i == kBwdDqEmpty ? kWarpsReduce * kBlocks
+                                     : 1;
+      // Of each block: four warps with its own queries, and a relay.
+      if (Tile::kPair && i == kBwdExchanged) count = kBlocks * (4 + 1);
       ptx::mbarrier_init(barrier(kBwdQFull, i), count);
     }
     ptx::fence_mbarrier_init();
+  }
+
+  // A warp's arrival on a barrier that the issuing thread waits for; with a pair it is the
+  // leader's.
+  __device__ __forceinline__ void tell_issuer(BwdBarrier which) const {
+    if constexpr (Tile::kPair) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_cluster(ptx::mapa(barrier(which), 0));
+    } else {
+      arrive_warp(barrier(which));
+    }
   }
 };
 

@@ -19,7 +19,9 @@ struct BwdTile {
   static constexpr bool kDoutHasEmpty = kStagesDout < kStagesQ;
   static_assert(kStagesQ <= kStagesStats);
   static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kPair = false;
   static constexpr int kBlockQ = 128, kBlockKV = 128;
+  static constexpr int kBoxQ = 128;  // rows of a copy of Q or dO
   static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
 
   // Warpgroups: dQ, two for P and dS (half of the queries each), one of single warps.
@@ -65,6 +67,46 @@ struct BwdTile {
   static constexpr int kSmemDout = kSmemQ + kStagesQ * kBytesQK;
   static constexpr int kSmemDs = kSmemDout + kStagesDout * kBytesV;
   static constexpr int kSmemDq = kSmemDs + 2 * kPanelBytes;
+  static constexpr int kSmemLse = kSmemDq + 4 * kPieceBuffers * kPieceBytes;
+  static constexpr int kSmemDelta = kSmemLse + kStagesStats * kBlockQ * 4;
+  static constexpr int kSmemExchange = kSmemDelta + kStagesStats * kBlockQ * 4;
+  static constexpr int kSmemBytes = kSmemExchange + 512;
+  static_assert(kSmemBytes <= 232448, "more shared memory than a block can have");
+};
+
+// Two thread blocks with 128 keys each, of whose products each reads half of Q, dO and K: head dims
+// up to 128.
+struct BwdPairTile {
+  static constexpr int kHeadDim = 128, kHeadDimV = 128;
+  static constexpr bool kGeneral = false, kPair = true;
+  static constexpr int kBlockQ = 128, kBlockKV = 128;  // of a thread block
+  static constexpr int kBoxQ = 64;
+  static constexpr int kStagesQ = 1, kStagesDout = 1, kStagesStats = 2;
+
+  static constexpr int kThreads = 512;
+  static constexpr int kRegistersReduce = 88, kRegistersScores = 176, kRegistersOther = 72;
+
+  static constexpr int kPanelCols = 64, kPanelBytes = 128 * 128;
+  static constexpr int kPanelsQK = 2, kPanelsV = 2;
+  static constexpr int kBytesQK = 2 * kPanelBytes, kBytesV = 2 * kPanelBytes;
+
+  // dQ is folded: a thread block has 64 rows, whose second 64 columns are in the lanes from 64 on.
+  // It lies in the half of S that P leaves free.
+  static constexpr int kTmemColumns = 512;
+  static constexpr int kTmemS = 0, kTmemDq = 64, kTmemDv = 128, kTmemDp = 256, kTmemDk = 384;
+  static constexpr int kHalfP = 32, kHalfDs = 64;
+
+  static constexpr int kBatchCols = 64, kPieceCols = 32;
+  static constexpr int kPieceBytes = 16 * kPieceCols * 4, kPieceBuffers = 2;
+
+  // Q and dO, each: 64 rows whole, then 64 columns of all 128 rows. kSmemKCols: 64 columns of the
+  // pair's keys. dS: 64 queries against the pair's keys; kSmemOutgoing: what the peer gets.
+  static constexpr int kSmemK = 0, kSmemV = kSmemK + kBytesQK, kSmemKCols = kSmemV + kBytesV;
+  static constexpr int kSmemQ = kSmemKCols + 2 * kPanelBytes;
+  static constexpr int kSmemDout = kSmemQ + 2 * kPanelBytes;
+  static constexpr int kSmemDs = kSmemDout + 2 * kPanelBytes;
+  static constexpr int kSmemOutgoing = kSmemDs + 2 * kPanelBytes;
+  static constexpr int kSmemDq = kSmemOutgoing + kPanelBytes;
   static constexpr int kSmemLse = kSmemDq + 4 * kPieceBuffers * kPieceBytes;
   static constexpr int kSmemDelta = kSmemLse + kStagesStats * kBlockQ * 4;
   static constexpr int kSmemExchange = kSmemDelta + kStagesStats * kBlockQ * 4;

@@ -23,22 +23,17 @@ constexpr FwdKernel fwd_row(const char* name, int block_q, int threads) {
           launch_fwd<kDType, kHeadDim, kHeadDimV>};
 }
 
-template <DType kDType>
-constexpr FwdKernel kHdim64 = fwd_row<kDType, 64, 64>("sm100_fwd_hdim64", 256, 512);
-template <DType kDType>
-constexpr FwdKernel kHdim96 = fwd_row<kDType, 96, 96>("sm100_fwd_hdim96", 256, 512);
-template <DType kDType>
-constexpr FwdKernel kHdim128 = fwd_row<kDType, 128, 128>("sm100_fwd_hdim128", 256, 512);
-template <DType kDType>
-constexpr FwdKernel kHdim192V128 = fwd_row<kDType, 192, 128>("sm100_fwd_hdim192_128", 256, 512);
-template <DType kDType>
-constexpr FwdKernel kHdim256 = fwd_row<kDType, 256, 256>("sm100_fwd_hdim256", 128, 384);
-
 constexpr FwdKernel kFwd[] = {
-    kHdim64<DType::kBFloat16>,      kHdim64<DType::kFloat16>,      kHdim96<DType::kBFloat16>,
-    kHdim96<DType::kFloat16>,       kHdim128<DType::kBFloat16>,    kHdim128<DType::kFloat16>,
-    kHdim192V128<DType::kBFloat16>, kHdim192V128<DType::kFloat16>, kHdim256<DType::kBFloat16>,
-    kHdim256<DType::kFloat16>,
+    fwd_row<DType::kBFloat16, 64, 64>("sm100_fwd_hdim64", 256, 512),
+    fwd_row<DType::kFloat16, 64, 64>("sm100_fwd_hdim64", 256, 512),
+    fwd_row<DType::kBFloat16, 96, 96>("sm100_fwd_hdim96", 256, 512),
+    fwd_row<DType::kFloat16, 96, 96>("sm100_fwd_hdim96", 256, 512),
+    fwd_row<DType::kBFloat16, 128, 128>("sm100_fwd_hdim128", 256, 512),
+    fwd_row<DType::kFloat16, 128, 128>("sm100_fwd_hdim128", 256, 512),
+    fwd_row<DType::kBFloat16, 192, 128>("sm100_fwd_hdim192_128", 256, 512),
+    fwd_row<DType::kFloat16, 192, 128>("sm100_fwd_hdim192_128", 256, 512),
+    fwd_row<DType::kBFloat16, 256, 256>("sm100_fwd_hdim256", 128, 384),
+    fwd_row<DType::kFloat16, 256, 256>("sm100_fwd_hdim256", 128, 384),
 };
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
@@ -56,15 +51,45 @@ constexpr BwdKernel bwd_row(const char* name) {
           launch_bwd<kDType, kHeadDim, kHeadDimV>};
 }
 
+template <DType kDType>
+constexpr BwdKernel kPairHdim128 = {"sm100_bwd_pair_hdim128",
+                                    100,
+                                    kDType,
+                                    128,
+                                    128,
+                                    128,
+                                    256,
+                                    512,
+                                    refuse_bwd_pair,
+                                    bwd_workspace_bytes<128>,
+                                    launch_bwd_pair<kDType>};
+
+template <DType kDType>
+constexpr BwdKernel kWideHdim256 = {"sm100_bwd_hdim256",
+                                    100,
+                                    kDType,
+                                    256,
+                                    256,
+                                    128,
+                                    128,
+                                    320,
+                                    refuse_bwd_wide,
+                                    bwd_wide_workspace_bytes,
+                                    launch_bwd_wide<kDType>};
+
 constexpr BwdKernel kBwd[] = {
     bwd_row<DType::kBFloat16, 64, 64>("sm100_bwd_hdim64"),
     bwd_row<DType::kFloat16, 64, 64>("sm100_bwd_hdim64"),
     bwd_row<DType::kBFloat16, 96, 96>("sm100_bwd_hdim96"),
     bwd_row<DType::kFloat16, 96, 96>("sm100_bwd_hdim96"),
+    kPairHdim128<DType::kBFloat16>,
+    kPairHdim128<DType::kFloat16>,
     bwd_row<DType::kBFloat16, 128, 128>("sm100_bwd_hdim128"),
     bwd_row<DType::kFloat16, 128, 128>("sm100_bwd_hdim128"),
     bwd_row<DType::kBFloat16, 192, 128>("sm100_bwd_hdim192_128"),
     bwd_row<DType::kFloat16, 192, 128>("sm100_bwd_hdim192_128"),
+    kWideHdim256<DType::kBFloat16>,
+    kWideHdim256<DType::kFloat16>,
 };
 
 }  // namespace
