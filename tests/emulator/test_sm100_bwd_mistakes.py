@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from emulator.library import Recipe, build_recipe
-from emulator.toolchain import CSRC, cache_folder
-
-from .library import KERNELS, Failure, TestLibrary, aligned
+from . import sm100_mistakes
+from .library import Failure, TestLibrary, aligned
+from .sm100_mistakes import Mistake
 
 pytestmark = pytest.mark.slow
 
 SCHEDULES = [(policy, seed) for seed in range(1, 6) for policy in ("lazy", "random", "eager")]
-# Of Q and V: dQ in tensor memory of its own, in dP's place, and everything in turns.
-HEAD_DIMS = [(64, 64), (128, 128), (192, 128)]
+# Head dims of Q and V, and flags: dQ in tensor memory of its own, in dP's place, everything in
+# turns; pairs of thread blocks; two passes.
+VARIANTS: dict[str, tuple[int, int, list[str]]] = {
+    "64": (64, 64, []),
+    "128": (128, 128, []),
+    "192/128": (192, 128, []),
+    "pair": (128, 128, ["-DPAIR"]),
+    "256": (256, 256, ["-DWIDE"]),
+}
 
-
-@dataclass(frozen=True)
-class Mistake:
-    """`old` becomes `new` in a file of csrc/sm100; `report` are words that some report has."""
-
-    name: str
-    file: str
-    old: str
-    new: str = ""
-    report: str = ""
-    head_dims: tuple[int, int] = (128, 128)
-
-
-KERNEL, SCORES, REDUCE, SMEM = (f"bwd_{x}.cuh" for x in ("kernel", "scores", "reduce", "smem"))
+KERNEL, SCORES, REDUCE, SMEM, PAIR = (
+    f"bwd_{x}.cuh" for x in ("kernel", "scores", "reduce", "smem", "pair_kernel")
+)
+WIDE, WIDE_SCORES = "bwd_wide_kernel.cuh", "bwd_wide_scores.cuh"
 MISTAKES = [
     Mistake("the first products accumulate", KERNEL, "count > 0);", "true);"),
     Mistake(
@@ -62,7 +56,7 @@ MISTAKES = [
         "P covers scores that nobody has read",
         SCORES,
         "ptx::named_barrier_sync(kPairBarrier + warp, 64);",
-        head_dims=(192, 128),
+        variant="192/128",
     ),
     Mistake(
         "nobody waits for a turn",
@@ -77,34 +71,95 @@ MISTAKES = [
         "kWarpsReduce = 5",
         "deadlock",
     ),
+    Mistake(
+        "nobody waits for the peer's dS",
+        PAIR,
+        "ptx::mbarrier_wait(arrived, i % 2);",
+        variant="pair",
+    ),
+    Mistake(
+        "the peer's dS is told of without a relay",
+        SMEM,
+        "kBlocks * (4 + 1)",
+        "kBlocks * 4 + 1",
+        variant="pair",
+    ),
+    Mistake(
+        "dS covers what dQ reads",
+        SCORES,
+        "if (blocks > 0) ptx::mbarrier_wait(smem.barrier(kBwdDqFull), (blocks - 1) % 2);",
+        variant="pair",
+    ),
+    Mistake(
+        "dQ covers scores that nobody has read",
+        PAIR,
+        "wait_warps(kBwdPReady, i + 1);",
+        variant="pair",
+    ),
+    Mistake(
+        "S covers dQ that nobody has read",
+        PAIR,
+        "if (wants_dq && i > 0) wait_dq_taken(i - 1);",
+        variant="pair",
+    ),
+    Mistake(
+        "the last dQ covers the one before",
+        PAIR,
+        "} else if (i > 0) {\n          wait_dq_taken(i - 1);",
+        "} else if (i > 0) {",
+        variant="pair",
+    ),
+    Mistake(
+        "the leader expects its own bytes alone",
+        PAIR,
+        "ptx::mbarrier_arrive_expect_tx(full, 2 * bytes);",
+        "ptx::mbarrier_arrive_expect_tx(full, bytes);",
+        variant="pair",
+    ),
+    Mistake(
+        "a half of dS stays where it is",
+        SCORES,
+        "const bool own = half == rank;",
+        "const bool own = half == 0;",
+        variant="pair",
+    ),
+    Mistake("P covers what dV reads", WIDE_SCORES, "wait_read(1);", variant="256"),
+    Mistake("dS covers what dK and dQ read", WIDE_SCORES, "wait_read(0);", variant="256"),
+    Mistake(
+        "S covers S that nobody has read",
+        WIDE,
+        "wait_warps(kWidePReady, i);",
+        variant="256",
+    ),
+    Mistake(
+        "dP covers dP that nobody has read",
+        WIDE,
+        "wait_warps(kWideDsReady, i);",
+        variant="256",
+    ),
+    Mistake(
+        "a block has the columns of the other",
+        WIDE,
+        "kInRows ? 0 : rank * Tile::kHalfColumns",
+        "kInRows ? 0 : (1 - rank) * Tile::kHalfColumns",
+        variant="256",
+    ),
 ]
 
 
 @cache
-def library(mistake: Mistake | None, head_dims: tuple[int, int]) -> TestLibrary:
+def library(mistake: Mistake | None, variant: str) -> TestLibrary:
     """The kernel with one mistake, or without."""
     number = 0 if mistake is None else MISTAKES.index(mistake) + 1
-    name = f"sm100_bwd_{head_dims[0]}_{head_dims[1]}_{number}"
-    folder = cache_folder() / "mistakes" / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for file in (KERNELS / "sm100_backward.cu", KERNELS / "test_api.h"):
-        shutil.copy(file, folder)
-    for file in [*CSRC.glob("sm100/*.h"), *CSRC.glob("sm100/*.cuh")]:
-        text = file.read_text()
-        if mistake and mistake.file == file.name:
-            assert mistake.old in text, f"{file.name} has no {mistake.old!r} any more"
-            text = text.replace(mistake.old, mistake.new)
-        # The neighbour, not the file in csrc/.
-        (folder / file.name).write_text(text.replace('#include "sm100/', '#include "'))
-    recipe = Recipe(
+    head_dim, head_dim_v, flags = VARIANTS[variant]
+    name = f"sm100_bwd_{variant.replace('/', '_')}_{number}"
+    return sm100_mistakes.library(
         name,
-        "sm100",
-        [folder / "sm100_backward.cu", CSRC / "common/bwd_preprocess.cu"],
-        [CSRC / "common/tensor_map.cpp"],
-        nvcc_flags=[f"-DHEAD_DIM={head_dims[0]}", f"-DHEAD_DIM_V={head_dims[1]}"],
+        "sm100_backward.cu",
+        mistake,
+        [f"-DHEAD_DIM={head_dim}", f"-DHEAD_DIM_V={head_dim_v}", *flags],
+        ["common/bwd_preprocess.cu", "common/bwd_dbias.cu", "common/tensor_map.cpp"],
     )
-    return TestLibrary(build_recipe(recipe))
 
 
 class Gradients:
@@ -113,17 +168,17 @@ class Gradients:
     rows, keys, heads = 300, 330, 2
     noise = 8  # columns of dQ
 
-    def __init__(self, head_dims: tuple[int, int]) -> None:
+    def __init__(self, head_dim: int, head_dim_v: int) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).bfloat16()
 
-        q = normal(self.rows, self.heads, head_dims[0])
-        k, v = normal(self.keys, 1, head_dims[0]), normal(self.keys, 1, head_dims[1])
+        q = normal(self.rows, self.heads, head_dim)
+        k, v = normal(self.keys, 1, head_dim), normal(self.keys, 1, head_dim_v)
         # dS of a row sums up to 0, so here dQ is what rounding leaves: the order of sums shows.
         q[..., : self.noise], k[..., : self.noise] = 0.0, 256.0
-        dout = normal(self.rows, self.heads, head_dims[1])
+        dout = normal(self.rows, self.heads, head_dim_v)
         exact = [x.double().requires_grad_() for x in (q, k[:, 0], v[:, 0])]
         s = torch.einsum("qhd,kd->hqk", exact[0], exact[1]) * 0.125
         out = torch.einsum("hqk,kd->qhd", s.softmax(-1), exact[2])
@@ -159,26 +214,27 @@ class Gradients:
 
 
 @cache
-def gradients(head_dims: tuple[int, int]) -> Gradients:
+def gradients(variant: str) -> Gradients:
     """With the dQ of a kernel without mistakes."""
-    case, kernel = Gradients(head_dims), library(None, head_dims)
+    case, kernel = Gradients(*VARIANTS[variant][:2]), library(None, variant)
     kernel.configure("random", 1, sms=3)
     assert case.run(kernel) == ""
     return case
 
 
 @pytest.mark.parametrize("race", [0, 1])
-@pytest.mark.parametrize("head_dims", HEAD_DIMS)
-def test_without_a_mistake(head_dims: tuple[int, int], race: int) -> None:
-    kernel = library(None, head_dims)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_mistake(variant: str, race: int) -> None:
+    kernel = library(None, variant)
     for policy, seed in SCHEDULES[: 3 if race else None]:
         kernel.configure(policy, seed, sms=3, race=race)
-        assert gradients(head_dims).run(kernel) == "", (policy, seed)
+        assert gradients(variant).run(kernel) == "", (policy, seed)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_mistake_is_caught(mistake: Mistake) -> None:
-    case, kernel = gradients(mistake.head_dims), library(mistake, mistake.head_dims)
+    variant = mistake.variant or "128"
+    case, kernel = gradients(variant), library(mistake, variant)
     reports = []
     for policy, seed in SCHEDULES:
         for race in (0, 1):

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from emulator.library import Recipe, build_recipe
-from emulator.toolchain import CSRC, cache_folder
-
-from .library import KERNELS, Failure, TestLibrary, aligned
+from . import sm100_mistakes
+from .library import Failure, TestLibrary, aligned
+from .sm100_mistakes import Mistake
 
 pytestmark = pytest.mark.slow
 
 SCHEDULES = [(policy, seed) for seed in (1, 2, 3) for policy in ("lazy", "random", "eager")]
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """`old` becomes `new` in a file of csrc/sm100; `report` are words that some report has."""
-
-    name: str
-    file: str
-    old: str
-    new: str = ""
-    report: str = ""
 
 
 MISTAKES = [
@@ -64,26 +50,13 @@ MISTAKES = [
 def library(mistake: Mistake | None, head_dim: int) -> TestLibrary:
     """The kernel with one mistake, or without."""
     number = 0 if mistake is None else MISTAKES.index(mistake) + 1
-    folder = cache_folder() / "mistakes" / f"sm100_{head_dim}_{number}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for file in (KERNELS / "sm100_forward.cu", KERNELS / "test_api.h"):
-        shutil.copy(file, folder)
-    for file in [*CSRC.glob("sm100/*.h"), *CSRC.glob("sm100/*.cuh")]:
-        text = file.read_text()
-        if mistake and mistake.file == file.name:
-            assert mistake.old in text, f"{file.name} has no {mistake.old!r} any more"
-            text = text.replace(mistake.old, mistake.new)
-        # The neighbour, not the file in csrc/.
-        (folder / file.name).write_text(text.replace('#include "sm100/', '#include "'))
-    recipe = Recipe(
+    return sm100_mistakes.library(
         f"sm100_{head_dim}_{number}",
-        "sm100",
-        [folder / "sm100_forward.cu"],
-        [CSRC / "common/tensor_map.cpp"],
-        nvcc_flags=[f"-DHEAD_DIM={head_dim}"],
+        "sm100_forward.cu",
+        mistake,
+        [f"-DHEAD_DIM={head_dim}"],
+        ["common/tensor_map.cpp"],
     )
-    return TestLibrary(build_recipe(recipe))
 
 
 class Attention:

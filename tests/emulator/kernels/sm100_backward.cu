@@ -1,6 +1,10 @@
 // The Blackwell backward kernel by itself, one element type and variant, for planted mistakes.
 // The test puts copies of csrc/sm100's headers, changed, beside a copy of this file.
+#ifdef WIDE
+#include "bwd_wide_launch.cuh"
+#else
 #include "bwd_launch.cuh"
+#endif
 #include "test_api.h"
 
 namespace flash_cuda::sm100 {
@@ -14,9 +18,28 @@ struct Tensors {
   void *dq, *dk, *dv;
 };
 
-template <int kHeadDim, int kHeadDimV>
-void backward(const Tensors& t, int rows, int keys, int heads, int deterministic) {
+constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
+#if defined(WIDE)
+size_t workspace_bytes(const BwdParams& params) {
+  size_t bytes;
+  bwd_wide_workspace(params, &bytes);
+  return bytes;
+}
+void launch(const BwdParams& params) { launch_bwd_wide<DType::kBFloat16>(params, nullptr); }
+#else
+size_t workspace_bytes(const BwdParams& params) { return bwd_workspace_bytes<kHeadDim>(params); }
+#if defined(PAIR)
+void launch(const BwdParams& params) { launch_bwd_pair<DType::kBFloat16>(params, nullptr); }
+#else
+void launch(const BwdParams& params) {
   using Stages = BwdStages<kHeadDim, kHeadDimV>;
+  launch_bwd_tile<BwdTile<kHeadDim, kHeadDimV, Stages::kQ, Stages::kDout, false>, DType::kBFloat16>(
+      params, nullptr);
+}
+#endif
+#endif
+
+void backward(const Tensors& t, int rows, int keys, int heads, int deterministic) {
   BwdParams params;
   FwdParams& p = params.fwd;
   const auto strides = [](int length, int num_heads, int head_dim) {
@@ -47,9 +70,8 @@ void backward(const Tensors& t, int rows, int keys, int heads, int deterministic
   p.seqlen_kv = p.total_kv = keys;
   p.softmax_scale = 0.125f;
   params.deterministic = deterministic;
-  check_cuda(cudaMalloc(&params.workspace, bwd_workspace_bytes<kHeadDim>(params)), "cudaMalloc");
-  launch_bwd_tile<BwdTile<kHeadDim, kHeadDimV, Stages::kQ, Stages::kDout, false>, DType::kBFloat16>(
-      params, nullptr);
+  check_cuda(cudaMalloc(&params.workspace, workspace_bytes(params)), "cudaMalloc");
+  launch(params);
   check_cuda(cudaDeviceSynchronize(), "backward");
   check_cuda(cudaFree(params.workspace), "cudaFree");
 }
@@ -62,7 +84,7 @@ TEST_EXPORT const char* flash_cuda_test_backward(const void* q, const void* k, c
                                                  void* dq, void* dk, void* dv, int rows, int keys,
                                                  int heads, int deterministic) {
   return guarded([&] {
-    flash_cuda::sm100::backward<HEAD_DIM, HEAD_DIM_V>({q, k, v, out, dout, lse, dq, dk, dv}, rows,
-                                                      keys, heads, deterministic);
+    flash_cuda::sm100::backward({q, k, v, out, dout, lse, dq, dk, dv}, rows, keys, heads,
+                                deterministic);
   });
 }
