@@ -20,9 +20,13 @@ template <DType kDType>
 void launch_bwd_wide(const BwdParams& params, cudaStream_t stream);
 size_t bwd_wide_workspace_bytes(const BwdParams& params);
 
-// Null, or why this folder does not serve the call; the same of its pairs and of its two passes.
+// Whether a call is for the general variants.
+inline bool changes_scores(const FwdParams& p) {
+  return p.softcap != 0.0f || p.alibi_slopes || p.bias || !(p.softmax_scale > 0.0f);
+}
+
+// Null, or why this folder does not serve the call; the same of its pairs.
 const char* refuse_bwd(const BwdParams& params);
 const char* refuse_bwd_pair(const BwdParams& params);
-const char* refuse_bwd_wide(const BwdParams& params);
 
 }  // namespace flash_cuda::sm100

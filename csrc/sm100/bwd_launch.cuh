@@ -6,6 +6,7 @@
 #include "sm100/bwd.h"
 #include "sm100/bwd_kernel.cuh"
 #include "sm100/bwd_pair_kernel.cuh"
+#include "sm100/bwd_place.h"
 
 namespace flash_cuda::sm100 {
 
@@ -93,24 +94,6 @@ BwdArgs make_bwd_args(const BwdParams& params) {
   return args;
 }
 
-// Where the gradient of the bias is added up: as it is, or in deterministic mode, where it is
-// broadcast, each score by itself, for a sum in a fixed order.
-inline void place_dbias(BwdArgs& args, cudaStream_t stream) {
-  BwdParams& params = args.params;
-  const FwdParams& p = params.fwd;
-  if (!(params.wanted & kWantDbias)) return;
-  if (float* all = args.workspace.dbias) {
-    check_cuda(cudaMemsetAsync(all, 0, BwdWorkspace::dbias_elements(p) * 4, stream),
-               "cudaMemsetAsync");
-    params.dbias = all;
-    params.dbias_col_stride = 1;
-    params.dbias_row_stride = p.seqlen_kv;
-    params.dbias_head_stride = params.dbias_row_stride * p.seqlen_q;
-    params.dbias_batch_stride = params.dbias_head_stride * p.num_heads_q;
-  }
-  params.dbias_shared = dbias_is_shared(params);
-}
-
 template <class Tile, DType kDType>
 constexpr auto* bwd_kernel_of() {
   if constexpr (Tile::kPair) {
@@ -125,7 +108,7 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   static std::atomic<uint64_t> smem_allowed{0};
   const FwdParams& p = params.fwd;
   BwdArgs args = make_bwd_args<Tile>(params);
-  place_dbias(args, stream);
+  place_dbias(args.params, args.workspace, stream);
   const BwdWorkspace& ws = args.workspace;
   launch_bwd_preprocess(params, ws, stream);
   if (params.wanted & kWantDsink) launch_bwd_sink(params, ws, stream);
@@ -153,8 +136,7 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using Stages = BwdStages<kHeadDim, kHeadDimV>;
-  const FwdParams& p = params.fwd;
-  if (p.softcap != 0.0f || p.alibi_slopes || p.bias || !(p.softmax_scale > 0.0f)) {
+  if (changes_scores(params.fwd)) {
     launch_bwd_tile<BwdTile<kHeadDim, kHeadDimV, Stages::kQ, Stages::kDout, true>, kDType>(params,
                                                                                            stream);
   } else {

@@ -34,11 +34,6 @@ const char* refuse_layout(const BwdParams& params) {
   return nullptr;
 }
 
-// What the kernels without a general variant do not know.
-bool changes_scores(const FwdParams& p) {
-  return p.softcap != 0.0f || p.alibi_slopes || p.bias || !(p.softmax_scale > 0.0f);
-}
-
 }  // namespace
 
 const char* refuse_bwd(const BwdParams& params) {
@@ -56,13 +51,6 @@ const char* refuse_bwd(const BwdParams& params) {
     return "softcap with alibi_slopes or bias is served by sm80";
   }
   return refuse_layout(params);
-}
-
-const char* refuse_bwd_wide(const BwdParams& params) {
-  if (changes_scores(params.fwd)) {
-    return "softcap, alibi_slopes, bias and scales up to 0 are served by sm80 at this head_dim";
-  }
-  return refuse_bwd(params);
 }
 
 const char* refuse_bwd_pair(const BwdParams& params) {

@@ -5,8 +5,6 @@
 // goes to shared memory, for dQ = dS K.
 #pragma once
 
-#include "common/score_mod.cuh"
-#include "common/softmax.cuh"
 #include "common/tma_rows.cuh"
 #include "ptx/convert.h"
 #include "ptx/math.h"
@@ -14,6 +12,7 @@
 #include "ptx/packed.h"
 #include "ptx/tcgen05.h"
 #include "ptx/tma.h"
+#include "sm100/bwd_score_line.cuh"
 #include "sm100/bwd_smem.cuh"
 
 namespace flash_cuda::sm100 {
@@ -63,60 +62,6 @@ struct Scores {
     }
   }
 
-  // Queries that do not see the key become -inf.
-  __device__ __forceinline__ void mask_scores(const BwdTask& task, int first_query) {
-    const int key = task.kv0 + key_row();
-    const int begin = task.mask.q_begin(key) - first_query;
-    const int end = key < task.mask.seqlen_kv ? task.mask.q_end(key) - first_query : 0;
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      if (i < begin || i >= end) s[i] = 0xff800000u;
-    }
-  }
-
-  // Products become logits, or with a cap their tanh, in whose units `factor` is.
-  __device__ __forceinline__ void modify_scores(const BwdTask& task, int head, int first_query) {
-    const ScoreMod mod =
-        ScoreMod::make(args.params.fwd, task.batch, head, task.seq.seqlen_q, task.seq.seqlen_kv);
-    if (mod.softcap > 0.0f) {
-      const float to_cap = __fdividef(2.0f * kLog2e * mod.scale, mod.softcap);
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        s[i] = __float_as_uint(1.0f - __fdividef(2.0f, ptx::ex2(score(i) * to_cap) + 1.0f));
-      }
-      return;
-    }
-    const int key = task.kv0 + key_row();
-    const int distance = first_query + mod.offset - key;
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const float away = fabsf(static_cast<float>(distance + i));
-      s[i] = __float_as_uint(fmaf(-mod.alibi_slope, away, score(i) * mod.scale));
-    }
-    if (mod.bias && key < mod.seqlen_kv) {
-      const int64_t first = first_query * mod.bias_row_stride + key * mod.bias_col_stride;
-      const int queries = mod.seqlen_q - first_query;
-      const auto* halves = static_cast<const uint16_t*>(mod.bias) + first;
-      switch (mod.bias_dtype) {
-        case DType::kFloat32:
-          return add_bias(static_cast<const float*>(mod.bias) + first, mod.bias_row_stride, queries,
-                          [](float x) { return x; });
-        case DType::kFloat16:
-          return add_bias(halves, mod.bias_row_stride, queries, ptx::to_float<DType::kFloat16>);
-        default:
-          return add_bias(halves, mod.bias_row_stride, queries, ptx::to_float<DType::kBFloat16>);
-      }
-    }
-  }
-  template <class Element, class ToFloat>
-  __device__ __forceinline__ void add_bias(const Element* bias, int64_t stride, int queries,
-                                           ToFloat to_float) {
-#pragma unroll
-    for (int i = 0; i < kN; ++i, bias += stride) {
-      if (i < queries) s[i] = __float_as_uint(score(i) + to_float(*bias));
-    }
-  }
-
   // P = 2^(S * factor - lse), rounded to tensor memory and as it is in place. With a cap its
   // derivative then joins the latter, where only dS takes it from.
   __device__ __forceinline__ void probabilities(float factor, uint32_t stage) {
@@ -137,12 +82,7 @@ struct Scores {
           const float2 y = ptx::fma2(x, minus_factor, lse[j]);
           float2 p = make_float2(ptx::ex2(-y.x), ptx::ex2(-y.y));
           packed[i / 2 + j] = ptx::pack<kDType>(p.x, p.y);
-          if (capped) {
-            // A masked score is -inf and has no slope to tell from.
-            const float2 tanh = make_float2(fmaxf(x.x, -1.0f), fmaxf(x.y, -1.0f));
-            p.x *= fmaf(-tanh.x, tanh.x, 1.0f);
-            p.y *= fmaf(-tanh.y, tanh.y, 1.0f);
-          }
+          if (capped) p = with_cap_slope(p, x);
           s[at] = __float_as_uint(p.x);
           s[at + 1] = __float_as_uint(p.y);
         }
@@ -152,27 +92,6 @@ struct Scores {
     ptx::tcgen05_wait_st();
     ptx::tcgen05_fence_before_thread_sync();
     smem.tell_issuer(kBwdPReady);
-  }
-
-  // Adds dS of a fragment to the gradient of the bias. One writer an element unless the bias is
-  // broadcast.
-  __device__ __forceinline__ void add_to_dbias(const uint32_t (&ds)[kFragment], int head,
-                                               int first_query) const {
-    const BwdParams& p = args.params;
-    const BwdTask& task = smem.task();
-    const int key = task.kv0 + key_row(), queries = task.seq.seqlen_q - first_query;
-    if (key >= task.seq.seqlen_kv) return;
-    float* to = p.dbias + task.batch * p.dbias_batch_stride + head * p.dbias_head_stride +
-                first_query * p.dbias_row_stride + key * p.dbias_col_stride;
-#pragma unroll
-    for (int i = 0; i < kFragment; ++i, to += p.dbias_row_stride) {
-      if (i >= queries) continue;
-      if (p.dbias_shared) {
-        atomicAdd(to, __uint_as_float(ds[i]));
-      } else {
-        *to = __uint_as_float(ds[i]);
-      }
-    }
   }
 
   // dS = P (dP - delta), to tensor memory over dP and to shared memory as rows of keys.
@@ -198,7 +117,11 @@ struct Scores {
           dp[at + 1] = __float_as_uint(ds.y);
         }
       }
-      if (Tile::kGeneral && args.params.dbias) add_to_dbias(dp, head, first_query + c);
+      if (Tile::kGeneral && args.params.dbias) {
+        const BwdTask& t = smem.task();
+        ScoreLine<true, kFragment>{dp, first_query + c, t.kv0 + key_row()}.add_to_dbias(
+            args.params, t.batch, head, t.seq.seqlen_q, t.seq.seqlen_kv);
+      }
 #pragma unroll
       for (int i = 0; i < kFragment; i += 2) {
         packed[i / 2] = ptx::pack<kDType>(__uint_as_float(dp[i]), __uint_as_float(dp[i + 1]));
@@ -255,18 +178,18 @@ struct Scores {
     const RingPlace<Tile::kStagesStats> place{blocks};
     const uint32_t stage = place.stage();
     const int first_query = q_block * Tile::kBlockQ + half * kN;
-    float factor = args.params.fwd.softmax_scale * kLog2e;
     ptx::mbarrier_wait(smem.barrier(kBwdSFull), blocks % 2);
     ptx::tcgen05_fence_after_thread_sync();
     load_scores();
+    const BwdTask& task = smem.task();
+    const ScoreLine<true, kN> line{s, first_query, task.kv0 + key_row()};
     if constexpr (Tile::kGeneral) {
-      const float cap = args.params.fwd.softcap;
-      factor = cap > 0.0f ? cap * kLog2e : kLog2e;
-      modify_scores(smem.task(), head, first_query);
+      line.modify(
+          ScoreMod::make(args.params.fwd, task.batch, head, task.seq.seqlen_q, task.seq.seqlen_kv));
     }
-    if (masked) mask_scores(smem.task(), first_query);
+    if (masked) line.hide(task.mask);
     ptx::mbarrier_wait(smem.barrier(kBwdStatsFull, stage), place.phase());
-    probabilities(factor, stage);
+    probabilities(exponent_factor<Tile::kGeneral>(args.params.fwd), stage);
     ptx::mbarrier_wait(smem.barrier(kBwdDpFull), blocks % 2);
     ptx::tcgen05_fence_after_thread_sync();
     score_gradients(stage, head, first_query);

@@ -4,11 +4,12 @@
 #include "common/bwd_workspace.h"
 #include "common/launch.h"
 #include "sm100/bwd.h"
+#include "sm100/bwd_place.h"
 #include "sm100/bwd_wide_kernel.cuh"
 
 namespace flash_cuda::sm100 {
 
-// lse and delta of the rows alone: gradients are written where they belong.
+// lse and delta of the rows, and dbias: other gradients are written where they belong.
 inline BwdWorkspace bwd_wide_workspace(const BwdParams& params, size_t* bytes) {
   BwdParams stats = params;
   stats.wanted &= ~kWantDq;
@@ -76,14 +77,29 @@ void launch_bwd_wide_pass(const BwdParams& params, const BwdWorkspace& workspace
                 stream, args);
 }
 
+template <bool kGeneral, DType kDType>
+void launch_bwd_wide_passes(BwdParams params, const BwdWorkspace& ws, cudaStream_t stream) {
+  place_dbias(params, ws, stream);
+  if (params.wanted & (kWantDk | kWantDv | kWantDbias)) {
+    launch_bwd_wide_pass<BwdWideTile<true, kGeneral>, kDType>(params, ws, stream);
+  }
+  if (params.wanted & kWantDq) {
+    launch_bwd_wide_pass<BwdWideTile<false, kGeneral>, kDType>(params, ws, stream);
+  }
+}
+
 template <DType kDType>
 void launch_bwd_wide(const BwdParams& params, cudaStream_t stream) {
   size_t bytes;
   const BwdWorkspace ws = bwd_wide_workspace(params, &bytes);
   launch_bwd_preprocess(params, ws, stream);
   if (params.wanted & kWantDsink) launch_bwd_sink(params, ws, stream);
-  if (params.dk || params.dv) launch_bwd_wide_pass<BwdWideTile<true>, kDType>(params, ws, stream);
-  if (params.dq) launch_bwd_wide_pass<BwdWideTile<false>, kDType>(params, ws, stream);
+  if (changes_scores(params.fwd)) {
+    launch_bwd_wide_passes<true, kDType>(params, ws, stream);
+  } else {
+    launch_bwd_wide_passes<false, kDType>(params, ws, stream);
+  }
+  if (ws.dbias) launch_bwd_dbias(params, ws, stream);
 }
 
 }  // namespace flash_cuda::sm100

@@ -5,7 +5,6 @@
 // lanes has. P and dS go to shared memory as left operands.
 #pragma once
 
-#include "common/softmax.cuh"
 #include "common/tma_rows.cuh"
 #include "ptx/convert.h"
 #include "ptx/math.h"
@@ -14,6 +13,7 @@
 #include "ptx/smem_addr.h"
 #include "ptx/tcgen05.h"
 #include "ptx/tma.h"
+#include "sm100/bwd_score_line.cuh"
 #include "sm100/bwd_wide_smem.cuh"
 
 namespace flash_cuda::sm100 {
@@ -73,28 +73,19 @@ struct WideScores {
     ptx::fence_proxy_async_shared();
   }
 
-  // Scores that the mask hides become -inf.
-  __device__ __forceinline__ void mask_scores(uint32_t (&s)[kN], int block) const {
-    const Mask& mask = smem.task().mask;
+  // Scores or what takes their place, of a passing block.
+  __device__ __forceinline__ ScoreLine<Tile::kKeysStay, kN> line(uint32_t (&s)[kN],
+                                                                 int block) const {
     const int mine = stay_row(), from = block * Tile::kBlock + first();
-    int begin, end;
-    if constexpr (Tile::kKeysStay) {
-      begin = mask.q_begin(mine) - from;
-      end = mine < mask.seqlen_kv ? mask.q_end(mine) - from : 0;
-    } else {
-      begin = mask.kv_begin(mine) - from;
-      end = mask.kv_end(mine) - from;
-    }
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      if (i < begin || i >= end) s[i] = 0xff800000u;
-    }
+    return Tile::kKeysStay ? ScoreLine<Tile::kKeysStay, kN>{s, from, mine}
+                           : ScoreLine<Tile::kKeysStay, kN>{s, mine, from};
   }
 
-  // P = 2^(S * factor - lse), in place and rounded.
+  // P = 2^(S * factor - lse), rounded and in place, there with the slope of a cap.
   __device__ __forceinline__ void probabilities(uint32_t (&s)[kN], uint32_t (&packed)[kN / 2],
                                                 uint32_t stage) const {
-    const float factor = args.params.fwd.softmax_scale * kLog2e;
+    const float factor = exponent_factor<Tile::kGeneral>(args.params.fwd);
+    const bool capped = Tile::kGeneral && args.params.fwd.softcap > 0.0f;
     const float2 minus_factor = make_float2(-factor, -factor);
 #pragma unroll
     for (int i = 0; i < kN; i += 4) {
@@ -106,15 +97,16 @@ struct WideScores {
         const float2 x = make_float2(__uint_as_float(s[at]), __uint_as_float(s[at + 1]));
         // Negated, so that lse needs no negation and a row without keys (+inf) gives 0.
         const float2 y = ptx::fma2(x, minus_factor, of[j]);
-        const float2 p = make_float2(ptx::ex2(-y.x), ptx::ex2(-y.y));
+        float2 p = make_float2(ptx::ex2(-y.x), ptx::ex2(-y.y));
         packed[at / 2] = ptx::pack<kDType>(p.x, p.y);
+        if (capped) p = with_cap_slope(p, x);
         s[at] = __float_as_uint(p.x);
         s[at + 1] = __float_as_uint(p.y);
       }
     }
   }
-  // dS = P (dP - delta), rounded.
-  __device__ __forceinline__ void score_gradients(const uint32_t (&p)[kN], const uint32_t (&dp)[kN],
+  // dS = P (dP - delta), over dP and rounded.
+  __device__ __forceinline__ void score_gradients(const uint32_t (&p)[kN], uint32_t (&dp)[kN],
                                                   uint32_t (&packed)[kN / 2],
                                                   uint32_t stage) const {
 #pragma unroll
@@ -129,6 +121,8 @@ struct WideScores {
         const float2 ds =
             ptx::mul2(make_float2(__uint_as_float(p[at]), __uint_as_float(p[at + 1])), less);
         packed[at / 2] = ptx::pack<kDType>(ds.x, ds.y);
+        dp[at] = __float_as_uint(ds.x);
+        dp[at + 1] = __float_as_uint(ds.y);
       }
     }
   }
@@ -138,7 +132,9 @@ struct WideScores {
     if (blocks > 0) ptx::mbarrier_wait(smem.barrier(kWideColumnsEmpty, which), (blocks - 1) % 2);
   }
 
-  __device__ __forceinline__ void step(int block) {
+  // head: of the queries.
+  __device__ __forceinline__ void step(int block, int head) {
+    const BwdWideTask& t = smem.task();
     const uint32_t stage = blocks % Tile::kStagesStats;
     uint32_t s[kN], dp[kN], packed[kN / 2];
     ptx::mbarrier_wait(smem.barrier(kWideSFull), blocks % 2);
@@ -148,7 +144,11 @@ struct WideScores {
       ptx::tcgen05_fence_before_thread_sync();
       smem.tell_issuer(kWidePReady);
     }
-    if (smem.task().blocks.is_masked(block)) mask_scores(s, block);
+    if constexpr (Tile::kGeneral) {
+      line(s, block).modify(
+          ScoreMod::make(args.params.fwd, t.batch, head, t.seq.seqlen_q, t.seq.seqlen_kv));
+    }
+    if (t.blocks.is_masked(block)) line(s, block).hide(t.mask);
     if constexpr (Tile::kKeysStay) {
       ptx::mbarrier_wait(smem.barrier(kWideStatsFull, stage), blocks / Tile::kStagesStats % 2);
     }
@@ -163,6 +163,11 @@ struct WideScores {
     ptx::tcgen05_fence_after_thread_sync();
     load(dp, Tile::kTmemDp);
     score_gradients(s, dp, packed, stage);
+    if constexpr (Tile::kGeneral && Tile::kKeysStay) {
+      if (args.params.dbias) {
+        line(dp, block).add_to_dbias(args.params, t.batch, head, t.seq.seqlen_q, t.seq.seqlen_kv);
+      }
+    }
     wait_read(0);
     store(smem.ds(), packed);
     ptx::tcgen05_fence_before_thread_sync();
@@ -216,7 +221,9 @@ struct WideScores {
       delta = args.workspace.row_dot[at];
     }
 #pragma unroll 1
-    for (BwdWideSteps at(t); at.left > 0; at.next()) step(at.block);
+    for (BwdWideSteps at(t); at.left > 0; at.next()) {
+      step(at.block, Tile::kKeysStay ? at.head : t.head);
+    }
     ptx::mbarrier_wait(smem.barrier(kWideDone), 0);
     ptx::tcgen05_fence_after_thread_sync();
     if (!Tile::kKeysStay || p.dk) {

@@ -8,13 +8,14 @@ namespace flash_cuda::sm100 {
 // A pair of thread blocks owns 128 rows of one side, each block 64 of them, while the other side
 // passes in blocks of 128 rows. Keys stay and queries pass for dK and dV, queries stay and keys
 // pass for dQ: with 256 columns neither tensor memory nor shared memory has room for all three.
-template <bool kKeysStay_>
+template <bool kKeysStay_, bool kGeneral_>
 struct BwdWideTile {
   static constexpr bool kKeysStay = kKeysStay_;
-  static constexpr int kHeadDim = 256;      // of Q, K and of V
-  static constexpr int kBlock = 128;        // rows of either side that a pair works on
-  static constexpr int kRows = 64;          // of a thread block
-  static constexpr int kHalfColumns = 128;  // the columns that a block reads for a gradient
+  static constexpr bool kGeneral = kGeneral_;  // softcap, ALiBi, bias, any softmax_scale
+  static constexpr int kHeadDim = 256;         // of Q, K and of V
+  static constexpr int kBlock = 128;           // rows of either side that a pair works on
+  static constexpr int kRows = 64;             // of a thread block
+  static constexpr int kHalfColumns = 128;     // the columns that a block reads for a gradient
   static constexpr int kScoresWarps = 8, kThreads = 32 * (kScoresWarps + 2);
 
   // Tensor memory, columns of 512. Products of 128 rows are folded: the upper half of their columns

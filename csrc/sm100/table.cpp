@@ -73,7 +73,7 @@ constexpr BwdKernel kWideHdim256 = {"sm100_bwd_hdim256",
                                     128,
                                     128,
                                     320,
-                                    refuse_bwd_wide,
+                                    refuse_bwd,
                                     bwd_wide_workspace_bytes,
                                     launch_bwd_wide<kDType>};
 
