@@ -40,6 +40,20 @@ def test_alibi(case: AttentionCase, backend: Backend) -> None:
         bias=("bhqk", "1hqk", "111k"),
         window_right=(-1, 0),
     ),
+    grid(
+        AttentionCase(rows=(70,), keys=(140,), heads=2, heads_kv=1, grads=True),
+        head_dim=(64, 128),
+        bias=("bhqk", "11qk", "1h1k"),
+        deterministic=(False, True),
+    ),
+    grid(
+        AttentionCase(rows=(130,), keys=(140,), heads=1, heads_kv=1, head_dim=128, grads=True),
+        bias=("bhqk",),
+        bias_dtype=("same",),
+        alibi=("", "head"),
+        window_left=(60,),
+        window_right=(0,),
+    ),
 )
 def test_bias(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)

@@ -9,11 +9,12 @@
 #include "ptx/named_barrier.h"
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
+#include "sm90/bwd_bias.cuh"
 #include "sm90/bwd_smem.cuh"
 
 namespace flash_cuda::sm90 {
 
-// kGeneral: with softcap or ALiBi.
+// kGeneral: with softcap, or with ALiBi and a bias.
 template <class Tile, DType kDType, bool kGeneral>
 struct BwdConsumer {
   static constexpr bool kBf16 = kDType == DType::kBFloat16;
@@ -150,17 +151,24 @@ struct BwdConsumer {
       for (int i = 0; i < kScores; ++i) scores[i] = tanh_of(scores[i] * args.to_score);
       return;
     }
-    const float slope =
-        p.alibi_slopes[task.sequence * p.alibi_batch_stride + task.first_q_head() + group];
-    const int distance = q0 + 2 * (lane() % 4) + task.mask.offset - task.kv0 - key_row();
+    const int q = q0 + 2 * (lane() % 4), key = task.kv0 + key_row();
+    const int head = task.first_q_head() + group;
+    if (p.alibi_slopes) {
+      const float slope = p.alibi_slopes[task.sequence * p.alibi_batch_stride + head];
+      const int distance = q + task.mask.offset - key;
 #pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
+      for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float away = fabsf(static_cast<float>(distance + 8 * j + e % 2 - 8 * (e / 2)));
-        scores[4 * j + e] = fmaf(-slope, away, scores[4 * j + e] * args.to_score);
+        for (int e = 0; e < 4; ++e) {
+          const float away = fabsf(static_cast<float>(distance + 8 * j + e % 2 - 8 * (e / 2)));
+          scores[4 * j + e] = fmaf(-slope, away, scores[4 * j + e] * args.to_score);
+        }
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] *= args.to_score;
     }
+    if (p.bias) add_bias<kDType>(scores, p, task.mask, task.sequence, head, q, key);
   }
 
   // P^T = exp2(S^T * scale_log2 - lse2), also as 16-bit operand. With a cap the derivative of tanh
@@ -185,6 +193,15 @@ struct BwdConsumer {
         for (int e = 0; e < 4; ++e) s[e] *= fmaf(-capped * tanhs[e], tanhs[e], 1.0f);
       }
     }
+  }
+
+  // General variant: dS^T, not rounded, to the gradient of the bias, and P^T := 1.
+  __device__ void bias_gradient(const BwdTask<Tile>& task, int q0, int group) {
+    if (!args.params.dbias) return;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) dp[i] *= scores[i], scores[i] = 1.0f;
+    add_dbias(dp, args.params, task.mask, task.sequence, task.first_q_head() + group,
+              q0 + 2 * (lane() % 4), task.kv0 + key_row());
   }
 
   // dS^T = P^T o dP^T, where dP^T already is less delta.
@@ -252,6 +269,7 @@ struct BwdConsumer {
     probabilities(args.scale_log2, stage, lse);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);
+    if constexpr (kGeneral) bias_gradient(task, q0, group);
     score_gradients();
     store_ds(stage);
 

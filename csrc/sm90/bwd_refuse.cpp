@@ -60,7 +60,7 @@ const char* refuse_bwd(const BwdParams& params) {
     return "block_table, cache_batch_idx and leftpad_k have no backward";
   }
   if (p.softcap != 0.0f && p.alibi_slopes) return "softcap with alibi_slopes is served by sm80";
-  if (p.bias) return "bias is served by sm80";
+  if (p.softcap != 0.0f && p.bias) return "softcap with bias is served by sm80";
   // Masked scores are an infinity that the scale makes negative.
   if (!(p.softmax_scale != 0.0f)) return "a softmax_scale of 0 is served by sm80";
   return refuse_layout(params);

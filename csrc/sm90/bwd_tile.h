@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/bwd_workspace.h"
 #include "common/host_device.h"
 #include "common/params.h"
 
@@ -42,6 +43,8 @@ struct BwdWorkspace {
   int* next_task = nullptr;  // the first that no thread block has drawn
   int* zeroed =
       nullptr;  // of each section (dense batches): tasks that have zeroed their part of it
+  float* dbias = nullptr;  // (batch, num_heads_q, seqlen_q, seqlen_kv): dS, where deterministic
+                           // mode sums a repeated bias in a fixed order
 
   static int max_sections(const FwdParams& p) {
     return p.cu_seqlens_q || p.cu_seqlens_k ? 0 : p.batch * p.num_heads_kv;
@@ -70,6 +73,10 @@ struct BwdWorkspace {
     zeroed = reinterpret_cast<int*>(take(max_sections(p) * sizeof(int)));
     if (params.deterministic) {
       dq_turn = reinterpret_cast<int*>(take(size_t(p.num_heads_q) * row_blocks * 2 * sizeof(int)));
+    }
+    if ((params.wanted & kWantDbias) && params.deterministic && dbias_is_shared(params)) {
+      dbias = reinterpret_cast<float*>(
+          take(flash_cuda::BwdWorkspace::dbias_elements(p) * sizeof(float)));
     }
     return used;
   }
