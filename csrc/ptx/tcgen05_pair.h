@@ -33,6 +33,12 @@ __device__ __forceinline__ void tcgen05_dealloc_pair(uint32_t tmem, uint32_t col
 
 // ---- products; the leader's thread
 
+// `x`, of which the compiler knows nothing: what is computed from it stays where it is used.
+__device__ __forceinline__ uint32_t made_anew(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ __forceinline__ void tcgen05_mma_ss_pair(uint32_t d, uint64_t a, uint64_t b,
                                                     uint32_t instruction, bool accumulate) {
   asm volatile(
