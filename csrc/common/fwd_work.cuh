@@ -18,6 +18,8 @@ struct alignas(16) FwdWork {
   int q_block, head, batch;  // q_block < 0: no more work
   int q_row0;                // of SeqInfo, and so on
   int seqlen_q, seqlen_q_slot, seqlen_kv, kv_row0;
+
+  FLASH_CUDA_HOST_DEVICE static FwdWork none() { return {-1, 0, 0, 0, 0, 0, 0, 0}; }
 };
 
 // Tile `index` of `pairs` (batch, head) pairs with `q_blocks` tiles each: sections of pairs, inside
@@ -62,10 +64,9 @@ FLASH_CUDA_HOST_DEVICE FwdWork dense_work(const FwdParams& p, int q_blocks, int 
 struct PackedTiles {
   const FwdParams& p;
   const int block_q, lane;
-  int group = 0;   // first of the 32 sequences in the lanes
-  int before = 0;  // tiles of the sequences before them
-  int tiles = 0;   // of this lane's sequence
-  int upto = 0;    // of the group's sequences up to this lane's
+  int group = 0;  // first of the 32 sequences in the lanes
+  int tiles = 0;  // of this lane's sequence
+  int upto = 0;   // of all sequences up to this lane's
 
   __device__ __forceinline__ SeqInfo info(int batch) const {
     if (batch < p.batch) return seq_info(p, batch);
@@ -74,7 +75,8 @@ struct PackedTiles {
     rest.seqlen_q_slot = max_of(static_cast<int>(p.total_q) - rest.q_row0, 0);
     return rest;
   }
-  __device__ __forceinline__ void load_group() {
+  // `before`: tiles of the sequences before the group.
+  __device__ __forceinline__ void load_group(int before) {
     const int batch = group + lane;
     tiles = batch > p.batch ? 0 : ceil_div(info(batch).seqlen_q_slot, block_q) * p.num_heads_q;
     upto = tiles;
@@ -83,29 +85,28 @@ struct PackedTiles {
       const int other = __shfl_up_sync(~0u, upto, d);
       if (lane >= d) upto += other;
     }
+    upto += before;
   }
-  __device__ __forceinline__ int group_tiles() const { return __shfl_sync(~0u, upto, 31); }
+  __device__ __forceinline__ int group_end() const { return __shfl_sync(~0u, upto, 31); }
 
   // All tiles; stands at the first group afterwards.
   __device__ __forceinline__ int count() {
     int sum = 0;
-    for (group = (p.batch / 32) * 32;; group -= 32) {
-      load_group();
-      sum += group_tiles();
+    for (group = p.batch / 32 * 32;; group -= 32) {
+      load_group(0);
+      sum += group_end();
       if (group == 0) return sum;
     }
   }
 
   // Tile `index`; indices never fall, and are below count().
   __device__ __forceinline__ FwdWork find(int index) {
-    for (int here = group_tiles(); index >= before + here; here = group_tiles()) {
-      before += here;
+    for (int end = group_end(); index >= end; end = group_end()) {
       group += 32;
-      load_group();
+      load_group(end);
     }
-    const unsigned later = __ballot_sync(~0u, index < before + upto);
-    const int source = __ffs(later) - 1;
-    const int first = before + __shfl_sync(~0u, upto - tiles, source);
+    const int source = __popc(__ballot_sync(~0u, index >= upto));
+    const int first = __shfl_sync(~0u, upto - tiles, source);
     const SeqInfo seq = info(group + source);
     const TilePlace place = TilePlace::find(
         index - first, p.num_heads_q, ceil_div(seq.seqlen_q_slot, block_q), section(seq.seqlen_kv));

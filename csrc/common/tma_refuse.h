@@ -7,24 +7,18 @@
 namespace flash_cuda {
 
 inline const char* refuse_tma_layout(const FwdParams& p) {
-  const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
-  const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q;
-  const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv;
-  const MapSource q{p.q, p.q_stride, p.head_dim, rows_q, p.num_heads_q, p.batch};
-  const MapSource k{p.k, p.k_stride, p.head_dim, rows_kv, p.num_heads_kv, p.batch};
-  const MapSource v{p.v, p.v_stride, p.head_dim_v, rows_kv, p.num_heads_kv, p.batch};
-  const MapSource out{p.out, p.out_stride, p.head_dim_v, rows_q, p.num_heads_q, p.batch};
-  if (!map_serves(q, packed_q) || !map_serves(k, packed_kv) || !map_serves(v, packed_kv) ||
-      !map_serves(out, packed_q)) {
+  const FwdSources t = FwdSources::make(p);
+  if (!map_serves(t.q, t.packed_q) || !map_serves(t.k, t.packed_kv) ||
+      !map_serves(t.v, t.packed_kv) || !map_serves(t.out, t.packed_q)) {
     return "q, k and v need 16-byte aligned addresses and strides without broadcasting for the "
            "copy engine";
   }
   const bool counts =
-      (!p.seqused_q || packed_q || rows_count_through(q)) &&
-      (!p.seqused_k || packed_kv || (rows_count_through(k) && rows_count_through(v)));
+      (!p.seqused_q || t.packed_q || rows_count_through(t.q)) &&
+      (!p.seqused_k || t.packed_kv || (rows_count_through(t.k) && rows_count_through(t.v)));
   if (!counts) return "used lengths with a batch stride that is no multiple of the row stride";
   // Both are found through one count of rows.
-  if (p.seqused_k && !packed_kv && p.batch > 1 &&
+  if (p.seqused_k && !t.packed_kv && p.batch > 1 &&
       p.k_stride.batch / p.k_stride.row != p.v_stride.batch / p.v_stride.row) {
     return "used lengths with different numbers of rows between the batches of k and v";
   }

@@ -41,6 +41,24 @@ struct MapSource {
   int heads, batch;
 };
 
+// The tensors of a forward call.
+struct FwdSources {
+  bool packed_q, packed_kv;
+  MapSource q, k, v, out;
+
+  static FwdSources make(const FwdParams& p) {
+    const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
+    const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q;
+    const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv;
+    return {packed_q,
+            packed_kv,
+            {p.q, p.q_stride, p.head_dim, rows_q, p.num_heads_q, p.batch},
+            {p.k, p.k_stride, p.head_dim, rows_kv, p.num_heads_kv, p.batch},
+            {p.v, p.v_stride, p.head_dim_v, rows_kv, p.num_heads_kv, p.batch},
+            {p.out, p.out_stride, p.head_dim_v, rows_q, p.num_heads_q, p.batch}};
+  }
+};
+
 inline RowMap row_map(const MapSource& t, bool packed, bool clipped) {
   RowMap map;
   map.clipped = packed || clipped;

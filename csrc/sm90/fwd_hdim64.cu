@@ -1,4 +1,4 @@
-#include "sm90/fwd_variants.cuh"
+#include "sm90/fwd_launch.cuh"
 
 // build: spills allowed in fwd_kernel up to 128 bytes: the producer's order of tiles, once a tile
 

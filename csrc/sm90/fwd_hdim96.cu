@@ -1,4 +1,4 @@
-#include "sm90/fwd_variants.cuh"
+#include "sm90/fwd_launch.cuh"
 
 namespace flash_cuda::sm90 {
 

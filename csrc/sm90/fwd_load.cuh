@@ -7,7 +7,6 @@
 #include "ptx/fence.h"
 #include "ptx/tma.h"
 #include "sm90/fwd_args.h"
-#include "sm90/fwd_scheduler.cuh"
 #include "sm90/fwd_tile.h"
 #include "sm90/tile_counter.h"
 
@@ -116,7 +115,7 @@ __device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, const FwdPara
 
 // The next index of this block; the last of all draws resets the counter.
 __device__ __forceinline__ int draw(const FwdArgs& args, int num_tiles) {
-  int* counter = tile_counter(args.schedule.counter);
+  int* counter = tile_counter(args.counter);
   const int drawn = atomicAdd(counter, 1);
   if (drawn == num_tiles - 1) *counter = 0;
   return drawn + gridDim.x;
@@ -125,33 +124,33 @@ __device__ __forceinline__ int draw(const FwdArgs& args, int num_tiles) {
 // Draws tiles and publishes them; one thread.
 template <class Tile>
 __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const FwdArgs& args) {
-  const int num_tiles = args.schedule.num_tiles;
+  const int num_tiles = args.num_tiles;
   uint32_t tiles = 0;
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
-    publish(smem, args.params, tiles, dense_work(args.params, args.schedule, index));
+    publish(smem, args.params, tiles, dense_work(args.params, args.q_blocks, args.section, index));
     // Not before there is room for it: others may be free earlier.
     smem.work_ring().wait_empty(tiles + 1);
     index = draw(args, num_tiles);
   }
-  publish(smem, args.params, tiles, no_work());
+  publish(smem, args.params, tiles, FwdWork::none());
 }
 
 // The same for packed sequences; one warp.
 template <class Tile>
 __device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const FwdArgs& args) {
-  PackedTiles packed{args.params, Tile::kBlockQ};
+  PackedTiles packed{args.params, Tile::kBlockQ, static_cast<int>(threadIdx.x % 32)};
   const int num_tiles = packed.count();
   uint32_t tiles = 0;
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
     const FwdWork work = packed.find(index);
-    if (packed.lane() == 0) {
+    if (packed.lane == 0) {
       publish(smem, args.params, tiles, work);
       smem.work_ring().wait_empty(tiles + 1);
       index = draw(args, num_tiles);
     }
     index = __shfl_sync(~0u, index, 0);
   }
-  if (packed.lane() == 0) publish(smem, args.params, tiles, no_work());
+  if (packed.lane == 0) publish(smem, args.params, tiles, FwdWork::none());
 }
 
 // Loads Q, K and V of every tile; one thread.
@@ -213,11 +212,9 @@ struct Loader {
       const BlockRange range =
           mask.kv_blocks(w.q_block * Tile::kBlockQ, Tile::kBlockQ, Tile::kBlockKV);
       const bool empty = range.end <= range.begin;
-      const MapRows kv = args.schedule.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group,
-                                                      p.cache_batch_idx ? 0 : w.batch);
+      const MapRows kv = args.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
       if (!empty) load_k(range.end - 1, kv);
-      load_q(w.q_block * Tile::kBlockQ,
-             args.schedule.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
+      load_q(w.q_block * Tile::kBlockQ, args.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
 #pragma unroll 1
       for (int kv_block = range.end - 2; kv_block >= range.begin; --kv_block) {
         load_k(kv_block, kv);

@@ -40,8 +40,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const RowEnd 
   ptx::fence_proxy_async_shared();
   ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
   if (thread == 0) {
-    const MapRows at =
-        args.schedule.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch);
+    const MapRows at = args.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
       store_rows(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,

@@ -5,45 +5,43 @@
 #include "sm90/bwd_wide.h"
 #include "sm90/bwd_wide_tile.h"
 #include "sm90/fwd.h"
+#include "sm90/fwd_variants.h"
 
 namespace flash_cuda::sm90 {
 namespace {
 
 size_t no_workspace(const FwdParams&) { return 0; }
 
+// With the tile of long calls.
 template <DType kDType, int kHeadDim, int kHeadDimV>
-constexpr FwdKernel fwd_row(const char* name, int block_q, int block_kv, int threads) {
+constexpr FwdKernel fwd_row(const char* name) {
+  using Tile = typename FwdVariants<kHeadDim, kHeadDimV>::Long;
   return {name,
           90,
           kDType,
           kHeadDim,
           kHeadDimV,
-          block_q,
-          block_kv,
-          threads,
+          Tile::kBlockQ,
+          Tile::kBlockKV,
+          Tile::kThreads,
           refuse_fwd,
           no_workspace,
           launch_fwd<kDType, kHeadDim, kHeadDimV>};
 }
 
-template <DType kDType>
-constexpr FwdKernel kHdim64 = fwd_row<kDType, 64, 64>("sm90_fwd_hdim64", 192, 128, 512);
-template <DType kDType>
-constexpr FwdKernel kHdim96 = fwd_row<kDType, 96, 96>("sm90_fwd_hdim96", 128, 128, 384);
-template <DType kDType>
-constexpr FwdKernel kHdim128 = fwd_row<kDType, 128, 128>("sm90_fwd_hdim128", 128, 128, 384);
-template <DType kDType>
-constexpr FwdKernel kHdim192V128 = fwd_row<kDType, 192, 128>("sm90_fwd_hdim192_128", 128, 128, 384);
-template <DType kDType>
-constexpr FwdKernel kHdim192 = fwd_row<kDType, 192, 192>("sm90_fwd_hdim192", 128, 112, 384);
-template <DType kDType>
-constexpr FwdKernel kHdim256 = fwd_row<kDType, 256, 256>("sm90_fwd_hdim256", 128, 80, 384);
-
 constexpr FwdKernel kFwd[] = {
-    kHdim64<DType::kBFloat16>,      kHdim64<DType::kFloat16>,      kHdim96<DType::kBFloat16>,
-    kHdim96<DType::kFloat16>,       kHdim128<DType::kBFloat16>,    kHdim128<DType::kFloat16>,
-    kHdim192V128<DType::kBFloat16>, kHdim192V128<DType::kFloat16>, kHdim192<DType::kBFloat16>,
-    kHdim192<DType::kFloat16>,      kHdim256<DType::kBFloat16>,    kHdim256<DType::kFloat16>,
+    fwd_row<DType::kBFloat16, 64, 64>("sm90_fwd_hdim64"),
+    fwd_row<DType::kFloat16, 64, 64>("sm90_fwd_hdim64"),
+    fwd_row<DType::kBFloat16, 96, 96>("sm90_fwd_hdim96"),
+    fwd_row<DType::kFloat16, 96, 96>("sm90_fwd_hdim96"),
+    fwd_row<DType::kBFloat16, 128, 128>("sm90_fwd_hdim128"),
+    fwd_row<DType::kFloat16, 128, 128>("sm90_fwd_hdim128"),
+    fwd_row<DType::kBFloat16, 192, 128>("sm90_fwd_hdim192_128"),
+    fwd_row<DType::kFloat16, 192, 128>("sm90_fwd_hdim192_128"),
+    fwd_row<DType::kBFloat16, 192, 192>("sm90_fwd_hdim192"),
+    fwd_row<DType::kFloat16, 192, 192>("sm90_fwd_hdim192"),
+    fwd_row<DType::kBFloat16, 256, 256>("sm90_fwd_hdim256"),
+    fwd_row<DType::kFloat16, 256, 256>("sm90_fwd_hdim256"),
 };
 
 template <DType kDType, int kHeadDim>

@@ -4,7 +4,7 @@
 // with a score modification. The figures behind it are in docs/tuning.md.
 #pragma once
 
-#include "sm90/fwd_launch.cuh"
+#include "sm90/fwd_tile.h"
 
 namespace flash_cuda::sm90 {
 
@@ -29,13 +29,14 @@ struct FwdVariants<96, 96> {
   static constexpr int kShortKeys = 1024;
   static constexpr bool kDiagonalIsShort = false;
 };
+// Turns keep the warpgroups apart; since KV ranges come from the scheduler they win at any length.
 template <>
 struct FwdVariants<128, 128> {
-  using Long = FwdTile<128, 128, 128, 2, 2, kQInRegisters>;
-  using Short = FwdTile<128, 128, 128, 2, 2, kPingPong>;
+  using Long = FwdTile<128, 128, 128, 2, 2, kPingPong>;
+  using Short = Long;
   using General = FwdTile<128, 128, 64, 2, 2, kGeneral>;
-  static constexpr int kShortKeys = 1024;
-  static constexpr bool kDiagonalIsShort = true;
+  static constexpr int kShortKeys = 0;
+  static constexpr bool kDiagonalIsShort = false;
 };
 template <>
 struct FwdVariants<192, 128> {
@@ -61,28 +62,5 @@ struct FwdVariants<256, 256> {
   static constexpr int kShortKeys = 0;
   static constexpr bool kDiagonalIsShort = false;
 };
-
-// Keys that a row sees at most; for packed sequences a guess, their lengths are on the device.
-inline int64_t keys_of_a_row(const FwdParams& p) {
-  int64_t keys = p.seqlen_kv;
-  if (p.cu_seqlens_k) keys = min_of(keys, 2 * p.total_kv / max_of(p.batch, 1));
-  return min_of(keys, int64_t(p.window_left) + p.window_right + 1);
-}
-
-inline bool is_general(const FwdParams& p) {
-  return p.softcap != 0.0f || p.alibi_slopes || p.bias || !(p.softmax_scale > 0.0f);
-}
-
-template <DType kDType, int kHeadDim, int kHeadDimV>
-void launch_fwd(const FwdParams& p, cudaStream_t stream) {
-  using Variants = FwdVariants<kHeadDim, kHeadDimV>;
-  if (is_general(p)) return launch_tile<typename Variants::General, kDType>(p, stream);
-  const bool diagonal =
-      p.window_right < kUnbounded || p.window_left < kUnbounded || p.attention_chunk > 0;
-  if ((Variants::kDiagonalIsShort && diagonal) || keys_of_a_row(p) <= Variants::kShortKeys) {
-    return launch_tile<typename Variants::Short, kDType>(p, stream);
-  }
-  launch_tile<typename Variants::Long, kDType>(p, stream);
-}
 
 }  // namespace flash_cuda::sm90
