@@ -9,9 +9,8 @@ namespace flash_cuda {
 namespace {
 
 constexpr int kMaxAutomaticSplits = 128;
-// Keys from which a quarter of the device with a newer kernel takes longer than all of it with the
-// split-KV kernel of sm80.
-constexpr int kLongKv = 8192;
+// Rows of a tile up to which the split-KV kernels of sm80 are bound by memory, as any kernel is.
+constexpr int kMemoryBoundRows = 32;
 
 SplitShape split_shape(const FwdArgs& a, const FwdParams& p, const FwdKernel& row) {
   SplitShape s;
@@ -92,19 +91,24 @@ const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const
     split.dealt_out = row->deals_out;
   }
   bool faster = whole == nullptr;
+  const bool older = !faster && whole->arch > row->arch;
+  const auto beats_newer = [&] {
+    return beats_newer_kernel(count_tiles(shape, split.pack_gqa), tiles_of(*whole, shape),
+                              shape.visible_kv, p.num_sms);
+  };
   if (!faster && a.num_splits != 1 && is_decode(shape, split.pack_gqa)) {
     // In one part, packing alone pays where loads of K and V outweigh the partials, and so does
     // dealing out.
     const int64_t rows = shape.seqlen_q * (p.num_heads_q / p.num_heads_kv);
     const bool helps = split.pack_gqa || split.dealt_out;
     faster = split.num_splits > 1 || (helps && shape.visible_kv > 4 * rows);
+    if (older && (split.pack_gqa ? rows : shape.seqlen_q) > kMemoryBoundRows)
+      faster = faster && beats_newer();
+  } else if (older) {
+    faster = (split.num_splits > 1 || split.dealt_out) && beats_newer();
   } else if (!faster) {
-    // More than a tile of rows: only if most of the device would idle, and at the price of an older
-    // kernel only if three quarters of it would, for long.
-    const bool older = whole->arch > row->arch;
-    const int64_t tiles = older ? 2 * tiles_of(*whole, shape) : count_tiles(shape, split.pack_gqa);
-    faster =
-        split.num_splits > 1 && 2 * tiles <= p.num_sms && (!older || shape.visible_kv >= kLongKv);
+    // More than a tile of rows: only if most of the device would idle.
+    faster = split.num_splits > 1 && 2 * count_tiles(shape, split.pack_gqa) <= p.num_sms;
   }
   if (!faster) return nullptr;
   p = split;

@@ -30,6 +30,16 @@ bool plan_pack_gqa(const SplitShape& s) {
   return s.num_heads_q > s.num_heads_kv && count_tiles(s, true) < count_tiles(s, false);
 }
 
+bool beats_newer_kernel(int64_t split_tiles, int64_t newer_tiles, int64_t keys, int num_sms) {
+  // Measured (docs/tuning.md), in the time that the newer kernel takes for a key of one wave: what
+  // the split-KV kernels take for a key of one tile an SM, and for their start and merge.
+  constexpr double kTile = 1.94, kFixed = 1800.0;
+  const double length = static_cast<double>(keys);
+  const double waves = static_cast<double>(ceil_div(newer_tiles, int64_t{num_sms}));
+  const double tiles_an_sm = static_cast<double>(split_tiles) / num_sms;
+  return kFixed + kTile * tiles_an_sm * length <= waves * length;
+}
+
 bool is_decode(const SplitShape& s, bool pack_gqa) {
   return s.seqlen_q * group_of(s, pack_gqa) <= s.block_q;
 }

@@ -25,6 +25,11 @@ int64_t count_tiles(const SplitShape& shape, bool pack_gqa);
 // what writing and merging the partials costs.
 int plan_num_splits(const SplitShape& shape, bool pack_gqa, int max_splits);
 
+// Whether the split-KV kernels are done before a newer kernel that works on one tile an SM, where
+// both are bound by arithmetic (a decoding step is not). The numbers of tiles of either, each
+// against `keys` keys.
+bool beats_newer_kernel(int64_t split_tiles, int64_t newer_tiles, int64_t keys, int num_sms);
+
 // True for the few rows of a decoding step, which one tile of the split-KV kernel holds.
 bool is_decode(const SplitShape& shape, bool pack_gqa);
 

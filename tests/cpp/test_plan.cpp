@@ -71,9 +71,28 @@ void test_splits() {
   EXPECT(plan_num_splits(decode(1, 131072), true, 3) <= 3);
 }
 
+// As measured on an H200 with tiles of 128 rows of the newer kernel.
+void test_newer_kernel() {
+  const auto beats = [](int64_t batch, int64_t heads_kv, int64_t seqlen_q, int64_t keys) {
+    SplitShape s = decode(batch, keys);
+    s.num_heads_kv = heads_kv;
+    s.block_q = 64;
+    s.seqlen_q = seqlen_q;
+    s.total_q = batch * seqlen_q;
+    const int64_t newer = batch * 32 * ceil_div(seqlen_q, int64_t{128});
+    return beats_newer_kernel(count_tiles(s, plan_pack_gqa(s)), newer, keys, s.num_sms);
+  };
+  EXPECT(beats(1, 4, 16, 2048) && !beats(1, 4, 64, 2048) && !beats(1, 4, 16, 1024));
+  EXPECT(beats(1, 4, 64, 4096) && !beats(1, 4, 128, 4096));
+  EXPECT(beats(1, 32, 64, 4096) && !beats(1, 32, 64, 2048));
+  EXPECT(!beats(1, 4, 128, 8192) && beats(1, 4, 128, 32768) && !beats(1, 4, 256, 32768));
+  EXPECT(beats(4, 8, 16, 4096) && !beats(4, 8, 64, 32768) && !beats(16, 4, 64, 4096));
+}
+
 }  // namespace
 
 int main() {
+  test_newer_kernel();
   test_tiles();
   test_splits();
 }
