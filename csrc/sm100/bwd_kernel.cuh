@@ -17,6 +17,7 @@
 #include "sm100/bwd_reduce.cuh"
 #include "sm100/bwd_scores.cuh"
 #include "sm100/bwd_smem.cuh"
+#include "sm100/bwd_store.cuh"
 
 namespace flash_cuda::sm100 {
 
@@ -258,17 +259,9 @@ template <class Tile>
 __device__ __forceinline__ void store_zeros(const BwdArgs& args, const BwdTask& t) {
   const BwdParams& p = args.params;
   const int rows = min(Tile::kBlockKV, t.seq.seqlen_kv_slot - t.kv0);
-  const auto zero = [&](void* tensor, const Stride& stride, int head_dim) {
-    if (!tensor) return;
-    auto* base = static_cast<uint16_t*>(tensor) + t.seq.kv_batch * stride.batch +
-                 t.kv_head * stride.head + int64_t(t.seq.kv_row0 + t.kv0) * stride.row;
-    const int chunks = head_dim / 8;
-    for (int i = threadIdx.x; i < rows * chunks; i += Tile::kThreads) {
-      *reinterpret_cast<uint4*>(base + i / chunks * stride.row + i % chunks * 8) = uint4{};
-    }
-  };
-  zero(p.dk, p.dk_stride, p.fwd.head_dim);
-  zero(p.dv, p.dv_stride, p.fwd.head_dim_v);
+  const int64_t row0 = t.seq.kv_row0 + t.kv0;
+  zero_rows(p.dk, p.dk_stride, t.seq.kv_batch, t.kv_head, row0, rows, p.fwd.head_dim);
+  zero_rows(p.dv, p.dv_stride, t.seq.kv_batch, t.kv_head, row0, rows, p.fwd.head_dim_v);
 }
 
 template <class Tile, DType kDType>

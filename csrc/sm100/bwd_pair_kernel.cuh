@@ -7,7 +7,6 @@
 // peer. docs/kernels/sm100_bwd.md has the timeline.
 #pragma once
 
-#include "common/tma_rows.h"
 #include "ptx/cluster.h"
 #include "ptx/elect.h"
 #include "ptx/fence.h"
@@ -19,6 +18,7 @@
 #include "sm100/bwd_reduce.cuh"
 #include "sm100/bwd_scores.cuh"
 #include "sm100/bwd_smem.cuh"
+#include "sm100/pair_rows.cuh"
 
 namespace flash_cuda::sm100 {
 
@@ -38,15 +38,6 @@ struct PairLoader {
     if (rank == 0) ptx::mbarrier_arrive_expect_tx(full, 2 * bytes);
     return ptx::mapa(full, 0);
   }
-  __device__ __forceinline__ static void load(uint32_t to, const CUtensorMap* map, uint32_t full,
-                                              int column, int row, const MapRows& at,
-                                              uint64_t policy) {
-    if (at.clipped) {
-      ptx::tma_load_5d_pair(to, map, full, column, at.row0 + row, at.c2, at.c3, kWrapSteps, policy);
-    } else {
-      ptx::tma_load_4d_pair(to, map, full, column, at.row0 + row, at.c2, at.c3, policy);
-    }
-  }
 
   __device__ __forceinline__ void load_kv(const BwdTask& t) const {
     const SeqInfo& s = t.seq;
@@ -55,22 +46,22 @@ struct PairLoader {
     uint32_t full = expect(smem.barrier(kBwdKFull), Tile::kBytesQK);
 #pragma unroll
     for (int i = 0; i < Tile::kPanelsQK; ++i) {
-      load(smem.k() + i * Tile::kPanelBytes, &args.k_map, full, i * Tile::kPanelCols, t.kv0, k,
-           ptx::kEvictFirst);
+      load_rows_pair(smem.k() + i * Tile::kPanelBytes, &args.k_map, full, i * Tile::kPanelCols,
+                     t.kv0, k, ptx::kEvictFirst);
     }
     full = expect(smem.barrier(kBwdVFull), Tile::kBytesV);
 #pragma unroll
     for (int i = 0; i < Tile::kPanelsV; ++i) {
-      load(smem.v() + i * Tile::kPanelBytes, &args.v_map, full, i * Tile::kPanelCols, t.kv0, v,
-           ptx::kEvictFirst);
+      load_rows_pair(smem.v() + i * Tile::kPanelBytes, &args.v_map, full, i * Tile::kPanelCols,
+                     t.kv0, v, ptx::kEvictFirst);
     }
     if (!args.workspace.dq) return;
     full = expect(smem.barrier(kBwdKColsFull), 2 * Tile::kPanelBytes);
     const int first = t.kv0 - rank * Tile::kBlockKV;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      load(smem.k_columns() + i * Tile::kPanelBytes, &args.k_map, full, rank * Tile::kPanelCols,
-           first + i * Tile::kBlockKV, k, ptx::kEvictFirst);
+      load_rows_pair(smem.k_columns() + i * Tile::kPanelBytes, &args.k_map, full,
+                     rank * Tile::kPanelCols, first + i * Tile::kBlockKV, k, ptx::kEvictFirst);
     }
   }
 
@@ -85,8 +76,8 @@ struct PairLoader {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int half_row = tile == kTileRows ? rank : i, half_column = tile == kTileRows ? i : rank;
-      load(to + i * kBox, map, full, half_column * Tile::kPanelCols, row + half_row * Tile::kBoxQ,
-           at, ptx::kEvictLast);
+      load_rows_pair(to + i * kBox, map, full, half_column * Tile::kPanelCols,
+                     row + half_row * Tile::kBoxQ, at, ptx::kEvictLast);
     }
   }
   // Their memory is free when dK of two blocks before is done, which has been waited for.

@@ -14,6 +14,7 @@
 #include "ptx/tma.h"
 #include "sm100/bwd_score_line.cuh"
 #include "sm100/bwd_smem.cuh"
+#include "sm100/bwd_store.cuh"
 
 namespace flash_cuda::sm100 {
 
@@ -203,22 +204,8 @@ struct Scores {
                                               float scale) {
     const uint32_t row = swizzled_row(staging);
 #pragma unroll
-    for (int c = 0; c < kColumns; c += 32) {
-      uint32_t r[32];
-      ptx::tcgen05_ld_x32(r, lanes(column + c));
-      ptx::tcgen05_wait_ld();
-      ptx::tcgen05_loaded(r);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          packed[j] = ptx::pack<kDType>(__uint_as_float(r[8 * i + 2 * j]) * scale,
-                                        __uint_as_float(r[8 * i + 2 * j + 1]) * scale);
-        }
-        ptx::store_shared_16(row ^ ((c / 8 + i) << 4), packed);
-      }
-    }
+    for (int c = 0; c < kColumns; c += 32)
+      stage_columns<kDType>(row, c / 8, lanes(column + c), scale);
     ptx::fence_proxy_async_shared();
     ptx::named_barrier_sync(kHalfBarrier + half, 128);
     if (key_row() == 0) {

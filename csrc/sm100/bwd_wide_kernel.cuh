@@ -12,8 +12,10 @@
 #include "ptx/tcgen05.h"
 #include "ptx/tcgen05_pair.h"
 #include "ptx/tma.h"
+#include "sm100/bwd_store.cuh"
 #include "sm100/bwd_wide_scores.cuh"
 #include "sm100/bwd_wide_smem.cuh"
+#include "sm100/pair_rows.cuh"
 
 namespace flash_cuda::sm100 {
 
@@ -37,13 +39,7 @@ struct WideLoader {
     for (int i = 0; i < 4; ++i) {
       const int r = row + (kInRows ? 0 : i % 2 * Tile::kBox);
       const int c = column + (kInRows ? i : i / 2) * Tile::kBox;
-      if (at.clipped) {
-        ptx::tma_load_5d_pair(to + i * Tile::kBoxBytes, map, full, c, at.row0 + r, at.c2, at.c3,
-                              kWrapSteps, policy);
-      } else {
-        ptx::tma_load_4d_pair(to + i * Tile::kBoxBytes, map, full, c, at.row0 + r, at.c2, at.c3,
-                              policy);
-      }
+      load_rows_pair(to + i * Tile::kBoxBytes, map, full, c, r, at, policy);
     }
   }
   template <bool kKeys>
@@ -186,21 +182,12 @@ __device__ __forceinline__ void store_wide_zeros(const BwdWideArgs& args, const 
   const int slot = Tile::kKeysStay ? s.seqlen_kv_slot : s.seqlen_q_slot;
   const int rows = min(Tile::kRows, slot - first);
   const int64_t row0 = (Tile::kKeysStay ? s.kv_row0 : s.q_row0) + first;
-  const auto zero = [&](void* tensor, const Stride& stride, int head_dim) {
-    if (!tensor) return;
-    auto* base = static_cast<uint16_t*>(tensor) +
-                 (Tile::kKeysStay ? s.kv_batch : s.q_batch) * stride.batch + t.head * stride.head +
-                 row0 * stride.row;
-    const int chunks = head_dim / 8;
-    for (int i = threadIdx.x; i < rows * chunks; i += Tile::kThreads) {
-      *reinterpret_cast<uint4*>(base + i / chunks * stride.row + i % chunks * 8) = uint4{};
-    }
-  };
+  const int batch = Tile::kKeysStay ? s.kv_batch : s.q_batch;
   if constexpr (Tile::kKeysStay) {
-    zero(p.dk, p.dk_stride, p.fwd.head_dim);
-    zero(p.dv, p.dv_stride, p.fwd.head_dim_v);
+    zero_rows(p.dk, p.dk_stride, batch, t.head, row0, rows, p.fwd.head_dim);
+    zero_rows(p.dv, p.dv_stride, batch, t.head, row0, rows, p.fwd.head_dim_v);
   } else {
-    zero(p.dq, p.dq_stride, p.fwd.head_dim);
+    zero_rows(p.dq, p.dq_stride, batch, t.head, row0, rows, p.fwd.head_dim);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "ptx/tcgen05.h"
 #include "ptx/tma.h"
 #include "sm100/bwd_score_line.cuh"
+#include "sm100/bwd_store.cuh"
 #include "sm100/bwd_wide_smem.cuh"
 
 namespace flash_cuda::sm100 {
@@ -183,22 +184,8 @@ struct WideScores {
     const uint32_t box = staging + panel * Tile::kBoxBytes;
     const uint32_t mine = box + row() * 128 + (row() % 8 << 4);
 #pragma unroll
-    for (int c = 0; c < 64; c += 32) {
-      uint32_t r[32];
-      ptx::tcgen05_ld_x32(r, lanes(column + quarter() * 64 + c));
-      ptx::tcgen05_wait_ld();
-      ptx::tcgen05_loaded(r);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          packed[j] = ptx::pack<kDType>(__uint_as_float(r[8 * i + 2 * j]) * scale,
-                                        __uint_as_float(r[8 * i + 2 * j + 1]) * scale);
-        }
-        ptx::store_shared_16(mine ^ ((c / 8 + i) << 4), packed);
-      }
-    }
+    for (int c = 0; c < 64; c += 32)
+      stage_columns<kDType>(mine, c / 8, lanes(column + quarter() * 64 + c), scale);
     ptx::fence_proxy_async_shared();
     ptx::named_barrier_sync(kPanelBarrier + panel, 64);
     if (row() == 0) {
