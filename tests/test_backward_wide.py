@@ -35,6 +35,8 @@ def test_grouped_heads(case: AttentionCase, backend: Backend) -> None:
 @with_cases(
     grid(WIDE, head_dim=(192, 256), softcap=(2.0,), window_right=(-1, 0)),
     grid(WIDE, head_dim=(192, 256), alibi=("head",), window_right=(-1, 0)),
+    grid(WIDE, head_dim__head_dim_v=DIMS[:3], bias=("bhqk", "111k"), alibi=("", "head")),
+    grid(GROUP, head_dim=(256,), bias=("bhqk", "1h1k", "11qk"), deterministic=(False, True)),
     grid(WIDE, head_dim=(256,), window_left=(20,), window_right=(5,)),
     grid(WIDE, head_dim=(256,), chunk=(50,), window_right=(0,)),
     grid(WIDE, head_dim=(256,), scale=(-0.2,)),

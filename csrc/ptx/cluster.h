@@ -23,6 +23,14 @@ __device__ __forceinline__ void store_cluster_4(uint32_t addr, int v) {
   asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
 }
 
+// The same, and its four bytes complete on `bar`, which lies in the same block as `addr`.
+__device__ __forceinline__ void store_cluster_async_4(uint32_t addr, int v, uint32_t bar) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(addr),
+      "r"(v), "r"(bar)
+      : "memory");
+}
+
 // Copies shared memory to another block of the cluster, where its bytes complete on `bar`: `dst`
 // and `bar` are addresses in the cluster's window.
 __device__ __forceinline__ void bulk_copy_to_peer(uint32_t dst, uint32_t src, int bytes,

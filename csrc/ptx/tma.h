@@ -47,6 +47,17 @@ __device__ __forceinline__ void tma_load_4d_multicast(uint32_t dst, const CUtens
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d_multicast(uint32_t dst, const CUtensorMap* map,
+                                                      uint32_t bar, int c0, int c1, int c2, int c3,
+                                                      int c4, uint16_t mask, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(
+          dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(mask), "l"(policy)
+      : "memory");
+}
+
 // Stores one box; elements out of bounds are skipped. Completion is by bulk group.
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t src, int c0, int c1,
                                              int c2, int c3) {

@@ -7,6 +7,7 @@
 #include "common/mask.h"
 #include "common/params.h"
 #include "ptx/convert.h"
+#include "ptx/opaque.h"
 
 namespace flash_cuda::sm90 {
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ void visit_scores(T* at, int64_t row_stride, int64_t 
       if (inside && first) visit(4 * j + e, at);
       if (inside && second) visit(4 * j + e + 2, at + 8 * col_stride);
       at += (e == 0 ? 1 : 7) * row_stride;
-      asm volatile("" : "+l"(at));
+      ptx::make_opaque(at);
     }
   }
 }
@@ -46,18 +47,20 @@ __device__ __forceinline__ void add_bias(float (&s)[kScores], const FwdParams& p
   }
 }
 
-// Adds dS to the gradient of the bias. One writer an element unless the bias is repeated.
+// Adds dS to the gradient of the bias. One writer an element unless several scores share it. Of a
+// bias with one row for all queries a block's queries count as one, to be found at `block_row`, and
+// again there is one writer if every block has its own.
 template <int kScores>
 __device__ __forceinline__ void add_dbias(const float (&ds)[kScores], const BwdParams& params,
-                                          const Mask& mask, int batch, int head, int q, int key) {
-  float* const base =
-      params.dbias + batch * params.dbias_batch_stride + head * params.dbias_head_stride;
+                                          int64_t block_row, const Mask& mask, int batch, int head,
+                                          int q, int key) {
+  float* const base = params.dbias + batch * params.dbias_batch_stride +
+                      head * params.dbias_head_stride + block_row;
   const int64_t row = params.dbias_row_stride, col = params.dbias_col_stride;
   if (row == 0) {
-    // Repeated for every query: the sum over this block's. Those past the sequence are zero.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = 0.0f;
+      float sum = 0.0f;  // queries past the sequence have none
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j) sum += ds[4 * j + 2 * r] + ds[4 * j + 2 * r + 1];
       sum += __shfl_xor_sync(0xffffffff, sum, 1);

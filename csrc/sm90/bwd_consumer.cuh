@@ -200,8 +200,8 @@ struct BwdConsumer {
     if (!args.params.dbias) return;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) dp[i] *= scores[i], scores[i] = 1.0f;
-    add_dbias(dp, args.params, task.mask, task.sequence, task.first_q_head() + group,
-              q0 + 2 * (lane() % 4), task.kv0 + key_row());
+    add_dbias(dp, args.params, q0 / kBlockQ * args.dbias_block_stride, task.mask, task.sequence,
+              task.first_q_head() + group, q0 + 2 * (lane() % 4), task.kv0 + key_row());
   }
 
   // dS^T = P^T o dP^T, where dP^T already is less delta.

@@ -52,22 +52,24 @@ inline void direct_dbias(BwdArgs& args, cudaStream_t stream) {
   const FwdParams& p = params.fwd;
   if (!params.dbias) return;
   if (args.work.dbias) {
-    const size_t bytes = flash_cuda::BwdWorkspace::dbias_elements(p) * sizeof(float);
-    check_cuda(cudaMemsetAsync(args.work.dbias, 0, bytes, stream), "cudaMemsetAsync");
+    check_cuda(cudaMemsetAsync(args.work.dbias, 0, args.work.dbias_bytes(p), stream),
+               "cudaMemsetAsync");
     params.dbias = args.work.dbias;
+    int64_t& row = params.dbias_row_stride == 0 ? args.dbias_block_stride : params.dbias_row_stride;
+    row = p.seqlen_kv;
     params.dbias_col_stride = 1;
-    params.dbias_row_stride = p.seqlen_kv;
-    params.dbias_head_stride = params.dbias_row_stride * p.seqlen_q;
+    params.dbias_head_stride = row * args.work.dbias_rows;
     params.dbias_batch_stride = params.dbias_head_stride * p.num_heads_q;
   }
   params.dbias_shared = dbias_is_shared(params);
 }
 
 // And the sums over what shares an element, in deterministic mode.
-inline void reduce_dbias(const BwdArgs& args, const BwdParams& params, cudaStream_t stream) {
+inline void reduce_dbias(const BwdArgs& args, BwdParams params, cudaStream_t stream) {
   if (!args.work.dbias) return;
   flash_cuda::BwdWorkspace work;
   work.dbias = args.work.dbias;
+  params.fwd.seqlen_q = args.work.dbias_rows;
   launch_bwd_dbias(params, work, stream);
 }
 

@@ -43,9 +43,14 @@ struct BwdWorkspace {
   int* next_task = nullptr;  // the first that no thread block has drawn
   int* zeroed =
       nullptr;  // of each section (dense batches): tasks that have zeroed their part of it
-  float* dbias = nullptr;  // (batch, num_heads_q, seqlen_q, seqlen_kv): dS, where deterministic
-                           // mode sums a repeated bias in a fixed order
+  // (batch, num_heads_q, dbias_rows, seqlen_kv): where deterministic mode sums a repeated bias in a
+  // fixed order, dS of every query, or its sum over a row block if all queries share a row.
+  float* dbias = nullptr;
+  int dbias_rows = 0;
 
+  size_t dbias_bytes(const FwdParams& p) const {
+    return size_t(p.batch) * p.num_heads_q * dbias_rows * p.seqlen_kv * sizeof(float);
+  }
   static int max_sections(const FwdParams& p) {
     return p.cu_seqlens_q || p.cu_seqlens_k ? 0 : p.batch * p.num_heads_kv;
   }
@@ -75,8 +80,8 @@ struct BwdWorkspace {
       dq_turn = reinterpret_cast<int*>(take(size_t(p.num_heads_q) * row_blocks * 2 * sizeof(int)));
     }
     if ((params.wanted & kWantDbias) && params.deterministic && dbias_is_shared(params)) {
-      dbias = reinterpret_cast<float*>(
-          take(flash_cuda::BwdWorkspace::dbias_elements(p) * sizeof(float)));
+      dbias_rows = params.dbias_row_stride == 0 ? ceil_div(p.seqlen_q, block_q) : p.seqlen_q;
+      dbias = reinterpret_cast<float*>(take(dbias_bytes(p)));
     }
     return used;
   }

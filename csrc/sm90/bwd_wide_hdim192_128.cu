@@ -1,5 +1,7 @@
 #include "sm90/bwd_wide_launch.cuh"
 
+// build: spills allowed in bwd_wide_kernel up to 32 bytes: of the loader, once a task
+
 namespace flash_cuda::sm90 {
 
 template void launch_bwd_wide<DType::kBFloat16, 192, 128>(const BwdParams&, cudaStream_t);

@@ -1,8 +1,10 @@
 // The warps that move data: loads, dQ sums, dV and dK.
 #pragma once
 
-#include "common/tma_rows.h"
+#include "common/tma_rows.cuh"
+#include "ptx/cluster.h"
 #include "ptx/fence.h"
+#include "ptx/griddep.h"
 #include "ptx/named_barrier.h"
 #include "ptx/red.h"
 #include "ptx/tma.h"
@@ -16,9 +18,11 @@ struct BwdWideArgs {
   RowMap q, dout, k, v, dk, dv;  // how the maps find the rows of a sequence
 };
 
-// One thread: K and V of the own keys, and of the peer's keys the columns that
-// dQ needs here.
-template <class Tile>
+// The next task is drawn when so many steps of one are still to be loaded.
+constexpr int kWideDrawAt = 8;
+
+// One thread: K and V of the own keys, and of the peer's keys the columns that dQ needs here.
+template <class Tile, bool kClipped>
 __device__ __forceinline__ void bwd_wide_load_kv(const BwdWideArgs& args, const BwdMaps& maps,
                                                  const BwdTask<Tile>& task, uint32_t smem,
                                                  uint32_t rank) {
@@ -32,25 +36,24 @@ __device__ __forceinline__ void bwd_wide_load_kv(const BwdWideArgs& args, const 
   ptx::mbarrier_arrive_expect_tx(bar, Smem::kTileBytes + Smem::kTileBytesV + Smem::kPeerBytes);
 #pragma unroll
   for (int p = 0; p < Tile::kPanels; ++p) {
-    ptx::tma_load_4d(smem + Smem::kK + p * Tile::kPanelBytes, &maps.k, bar, p * 64, k.row0 + own,
-                     k.c2, k.c3, ptx::kEvictFirst);
+    load_rows<kClipped>(smem + Smem::kK + p * Tile::kPanelBytes, &maps.k, bar, p * 64, own, k,
+                        ptx::kEvictFirst);
   }
 #pragma unroll
   for (int p = 0; p < Tile::kPanelsV; ++p) {
-    ptx::tma_load_4d(smem + Smem::kV + p * Tile::kPanelBytes, &maps.v, bar, p * 64, v.row0 + own,
-                     v.c2, v.c3, ptx::kEvictFirst);
+    load_rows<kClipped>(smem + Smem::kV + p * Tile::kPanelBytes, &maps.v, bar, p * 64, own, v,
+                        ptx::kEvictFirst);
   }
 #pragma unroll
   for (int p = 0; p < Tile::kPeerPanels; ++p) {
-    ptx::tma_load_4d(smem + Smem::kPeerK + p * Tile::kPanelBytes, &maps.k, bar,
-                     (rank * (Tile::kPanels / 2) + p) * 64, k.row0 + peers, k.c2, k.c3,
-                     ptx::kEvictFirst);
+    load_rows<kClipped>(smem + Smem::kPeerK + p * Tile::kPanelBytes, &maps.k, bar,
+                        (rank * (Tile::kPanels / 2) + p) * 64, peers, k, ptx::kEvictFirst);
   }
 }
 
-// One thread: this block's half of the rows of a Q or dO tile, into both
-// blocks, and for itself lse2 or -delta of all rows.
-template <class Tile, int kPanels>
+// One thread: this block's half of the rows of a Q or dO tile, into both blocks, and for itself
+// lse2 or -delta of all rows.
+template <class Tile, int kPanels, bool kClipped>
 __device__ __forceinline__ void bwd_wide_load_rows(const CUtensorMap& map, const float* row_values,
                                                    uint32_t tile, uint32_t values, uint32_t bar,
                                                    const MapRows& rows, int q0, uint32_t rank) {
@@ -59,23 +62,21 @@ __device__ __forceinline__ void bwd_wide_load_rows(const CUtensorMap& map, const
   ptx::mbarrier_arrive_expect_tx(bar, kPanels * Tile::kPanelBytes + Smem::kRowBytes);
 #pragma unroll
   for (int p = 0; p < kPanels; ++p) {
-    ptx::tma_load_4d_multicast(tile + p * Tile::kPanelBytes + rank * kHalf * 128, &map, bar, p * 64,
-                               rows.row0 + q0 + rank * kHalf, rows.c2, rows.c3, 3, ptx::kEvictLast);
+    load_rows_multicast<kClipped>(tile + p * Tile::kPanelBytes + rank * kHalf * 128, &map, bar,
+                                  p * 64, q0 + rank * kHalf, rows, 3, ptx::kEvictLast);
   }
   ptx::bulk_load(values, row_values, Smem::kRowBytes, bar);
 }
 
-// One thread: everything that a task reads.
-template <class Tile>
-__device__ __forceinline__ void bwd_wide_load(const BwdWideArgs& args, const BwdMaps& maps,
-                                              const BwdTask<Tile>& task, uint32_t smem,
-                                              uint32_t rank) {
+// One thread: Q, dO, lse2 and delta of every step of a task; `step` counts on through the tasks.
+template <class Tile, bool kClipped>
+__device__ __forceinline__ void bwd_wide_load_steps(const BwdWideArgs& args, const BwdMaps& maps,
+                                                    const BwdTask<Tile>& task, uint32_t smem,
+                                                    uint32_t rank, int& step) {
   using Smem = BwdWideSmem<Tile>;
   const BwdWideBarriers bars{smem + Smem::kBarriers};
   const BwdWorkspace& work = args.base.work;
-  if (task.num_steps() == 0) return;
-  bwd_wide_load_kv<Tile>(args, maps, task, smem, rank);
-  int step = 0;
+  const int draw_at = min_of(task.num_steps(), kWideDrawAt);
 #pragma unroll 1
   for (BwdSteps at(task); at.left > 0; at.next(), ++step) {
     const int head = task.first_q_head() + at.group, q0 = at.q_block * Tile::kBlockQ;
@@ -83,22 +84,129 @@ __device__ __forceinline__ void bwd_wide_load(const BwdWideArgs& args, const Bwd
       return map.locate(task.q_row0, task.mask.seqlen_q, head, task.q_batch);
     };
     const int64_t row = (head * work.row_blocks + task.row_block_base + at.q_block) * Tile::kBlockQ;
+    if (at.left == draw_at) ptx::mbarrier_arrive(bars.near_end());
     const RingStep<Tile::kQStages> q(step);
     ptx::mbarrier_wait(bars.q_empty(q.stage), q.phase ^ 1);
-    bwd_wide_load_rows<Tile, Tile::kPanels>(maps.q, work.lse2 + row,
-                                            smem + Smem::kQ + q.stage * Smem::kTileBytes,
-                                            smem + Smem::kLse + q.stage * Smem::kRowBytes,
-                                            bars.q_full(q.stage), locate(args.q), q0, rank);
+    bwd_wide_load_rows<Tile, Tile::kPanels, kClipped>(
+        maps.q, work.lse2 + row, smem + Smem::kQ + q.stage * Smem::kTileBytes,
+        smem + Smem::kLse + q.stage * Smem::kRowBytes, bars.q_full(q.stage), locate(args.q), q0,
+        rank);
     const RingStep<Tile::kDoutStages> dout(step);
     ptx::mbarrier_wait(bars.dout_empty(dout.stage), dout.phase ^ 1);
-    bwd_wide_load_rows<Tile, Tile::kPanelsV>(
+    bwd_wide_load_rows<Tile, Tile::kPanelsV, kClipped>(
         maps.dout, work.delta + row, smem + Smem::kDout + dout.stage * Smem::kTileBytesV,
         smem + Smem::kDelta + dout.stage * Smem::kRowBytes, bars.dout_full(dout.stage),
         locate(args.dout), q0, rank);
   }
 }
 
-// First column of a warpgroup's part of dQ, in its block's half.
+// One thread: the operands of every task.
+template <class Tile, bool kClipped>
+__device__ __forceinline__ void bwd_wide_load(const BwdWideArgs& args, const BwdMaps& maps,
+                                              uint32_t smem, uint8_t* smem_ptr, uint32_t rank) {
+  const BwdWideBarriers bars{smem + BwdWideSmem<Tile>::kBarriers};
+  int step = 0;
+  uint32_t kv_phase = 1;  // K and V start empty
+  for (RingPlace tasks;; tasks.next()) {
+    ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
+    const BwdTask<Tile>& task = bwd_wide_task_at<Tile>(smem_ptr, tasks.slot);
+    if (task.none) return;
+    if (task.num_steps() == 0) {
+      ptx::mbarrier_arrive(bars.near_end());
+    } else {
+      ptx::mbarrier_wait(bars.kv_empty(), kv_phase);
+      kv_phase ^= 1;
+      bwd_wide_load_kv<Tile, kClipped>(args, maps, task, smem, rank);
+      ptx::griddep_wait();  // lse2 and delta come from the pre-pass
+      bwd_wide_load_steps<Tile, kClipped>(args, maps, task, smem, rank, step);
+    }
+    ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
+  }
+}
+
+// One thread: zeroes a block's half of a task's part of the dQ sums of a section that is yet to
+// come, see bwd_zero_sums.
+template <class Tile>
+__device__ __forceinline__ void bwd_wide_zero_sums(const BwdArgs& args, const BwdTask<Tile>& task,
+                                                   uint32_t smem, uint32_t rank) {
+  using Smem = BwdWideSmem<Tile>;
+  constexpr int kHalfBytes = Tile::kBlockQ * Tile::kHeadDim * 2;
+  static_assert(kHalfBytes % Smem::kZeroBytes == 0);
+  const int section = task.section + args.sections_ahead;
+  const int first = args.first_item_of_section(section);
+  const int all = args.first_item_of_section(section + 1) - first;
+  if (all == 0) return;
+  const int tasks = args.tasks_of_section(task.section), each = all / tasks, rest = all % tasks;
+  const int begin = first + task.in_section * each + min_of(task.in_section, rest);
+  const int end = begin + each + (task.in_section < rest);
+#pragma unroll 1
+  for (int item = begin; item < end; ++item) {
+    char* const sums = reinterpret_cast<char*>(args.work.dq) +
+                       (2 * args.row_block_number(item) + rank) * kHalfBytes;
+#pragma unroll 4
+    for (int i = 0; i < kHalfBytes; i += Smem::kZeroBytes) {
+      ptx::bulk_store(sums + i, smem + Smem::kZeros, Smem::kZeroBytes, ptx::kEvictLast);
+    }
+  }
+  ptx::bulk_commit_group();
+  ptx::bulk_wait_group<0>();
+  ptx::fence_proxy_async_global();
+  ptx::add_release(args.work.zeroed + section, 1);
+}
+
+// Returns once the sums of the section are zeroed, by both blocks of every cluster.
+__device__ __forceinline__ void bwd_wide_wait_zeroed(const BwdArgs& args, int section) {
+  if (!args.sections_ahead || section < args.sections_ahead) return;  // by the pre-pass
+  const int parts = 2 * args.tasks_of_section(section - args.sections_ahead);
+  while (ptx::load_acquire(args.work.zeroed + section) != parts) {
+  }
+  ptx::fence_proxy_async_global();
+}
+
+// One thread of each block. The first block draws tasks in order, so that whatever a task waits for
+// in deterministic mode is running or done, and tells the second; each finds out for itself what
+// there is to do. The next task is drawn shortly before the end of one, in deterministic mode at
+// its end: others would wait for a task that is drawn and not begun.
+template <class Tile>
+__device__ __forceinline__ void bwd_wide_draw(const BwdWideArgs& args, uint32_t smem,
+                                              uint8_t* smem_ptr, uint32_t rank, uint32_t peer) {
+  using Smem = BwdWideSmem<Tile>;
+  const BwdWideBarriers bars{smem + Smem::kBarriers};
+  const BwdArgs& base = args.base;
+  uint32_t told = 0;    // parity of the numbers that have passed from block to block
+  ptx::griddep_wait();  // the pre-pass sets the counter
+  for (RingPlace tasks;; tasks.next()) {
+    BwdTask<Tile>& task = bwd_wide_task_at<Tile>(smem_ptr, tasks.slot);
+    ptx::mbarrier_wait(bars.near_end(), tasks.slot ^ 1);
+    ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
+    if (base.params.deterministic) {
+      ptx::mbarrier_wait(bars.task_empty(tasks.slot ^ 1), tasks.phase ^ (tasks.slot == 0));
+    }
+    do {
+      int index;
+      if (rank == 0) {
+        index = atomicAdd(base.work.next_task, 1);
+        ptx::mbarrier_wait(bars.index_empty(), told ^ 1);
+        ptx::store_cluster_async_4(smem + Smem::kIndex + peer, index, bars.index_full() + peer);
+      } else {
+        ptx::mbarrier_arrive_expect_tx(bars.index_full(), 4);
+        ptx::mbarrier_wait(bars.index_full(), told);
+        index = *reinterpret_cast<volatile int*>(smem_ptr + Smem::kIndex);
+        ptx::mbarrier_arrive_cluster(bars.index_empty() + peer);
+      }
+      told ^= 1;
+      task.none = index >= base.num_tasks;
+      if (task.none) break;
+      bwd_task<Tile>(base, index, task);
+    } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
+    ptx::mbarrier_arrive(bars.task_full(tasks.slot));
+    if (task.none) return;
+    if (base.sections_ahead) bwd_wide_zero_sums<Tile>(base, task, smem, rank);
+  }
+}
+
+// First column of a warpgroup's part of dQ, in its block's half. The half panel of an odd number of
+// panels is the last part of the first block's half and the first part of the second's.
 template <class Tile, int kWarpgroup>
 __device__ __forceinline__ int bwd_wide_dq_col(uint32_t rank) {
   if (Tile::kOddPanels) return rank != kWarpgroup ? 0 : kWarpgroup == 0 ? 64 : 32;
@@ -107,13 +215,12 @@ __device__ __forceinline__ int bwd_wide_dq_col(uint32_t rank) {
 
 // A warp for each of the two warpgroups and its staging buffer: dQ is added to
 // the workspace, then dV or dK is stored.
-template <class Tile, int kWarpgroup>
+template <class Tile, int kWarpgroup, bool kClipped>
 struct BwdWideStore {
   using Smem = BwdWideSmem<Tile>;
   static constexpr int kHalf = Tile::kBlockQ * Tile::kHeadDim / 2;  // floats of a block's dQ
   static constexpr int kPart = Tile::kBlockQ * Tile::dq_cols(kWarpgroup);
   const BwdWideArgs& args;
-  const BwdTask<Tile>& task;
   const uint32_t staging, rank;
   __device__ static bool leader() { return threadIdx.x % 32 == 0; }
   __device__ void wait_full() const { ptx::named_barrier_sync(kWideFull + kWarpgroup, 160); }
@@ -124,10 +231,9 @@ struct BwdWideStore {
 
   // Both warps of a block add to one turn, so a block's turn is two further
   // than its predecessor's.
-  __device__ void add_dq() const {
+  __device__ void add_dq(const BwdTask<Tile>& task) const {
     const BwdWorkspace& work = args.base.work;
-    // Columns go from low to high: the half panel of an odd number comes last
-    // or first.
+    if (leader()) bwd_wide_wait_zeroed(args.base, task.section);
     const int offset = bwd_wide_dq_col<Tile, kWarpgroup>(rank) * Tile::kBlockQ;
 #pragma unroll 1
     for (BwdSteps at(task); at.left > 0; at.next()) {
@@ -159,16 +265,16 @@ struct BwdWideStore {
 
   // 64 keys, two panels at a time.
   template <int kPanels>
-  __device__ void store_out(const CUtensorMap& map, const RowMap& out) const {
+  __device__ void store_out(const CUtensorMap& map, const RowMap& out,
+                            const BwdTask<Tile>& task) const {
     const MapRows rows = out.locate(task.kv_row0, task.kv_slot_end, task.kv_head, task.kv_batch);
-    const int row = rows.row0 + task.kv0 + rank * Tile::kKeys;
+    const int row = task.kv0 + rank * Tile::kKeys;
 #pragma unroll 1
     for (int p = 0; p < kPanels; p += 2) {
       wait_full();
       if (leader()) {
         for (int i = 0; i < min_of(2, kPanels - p); ++i) {
-          ptx::tma_store_4d(&map, staging + i * Tile::kPanelBytes, (p + i) * 64, row, rows.c2,
-                            rows.c3);
+          store_rows<kClipped>(&map, staging + i * Tile::kPanelBytes, (p + i) * 64, row, rows);
         }
         ptx::bulk_commit_group();
         ptx::bulk_wait_group_read<0>();
@@ -177,14 +283,23 @@ struct BwdWideStore {
     }
   }
 
-  __device__ void run(const BwdMaps& maps) const {
+  __device__ void run(const BwdMaps& maps, uint32_t smem, uint8_t* smem_ptr) const {
+    const BwdWideBarriers bars{smem + Smem::kBarriers};
     const BwdParams& p = args.base.params;
+    ptx::griddep_wait();  // the pre-pass zeroes the sums
     ptx::named_barrier_arrive(kWideEmpty + kWarpgroup, 160);
-    add_dq();
-    if constexpr (kWarpgroup == 0) {
-      if (p.dv) store_out<Tile::kPanelsV>(maps.dv, args.dv);
-    } else {
-      if (p.dk) store_out<Tile::kPanels>(maps.dk, args.dk);
+    for (RingPlace tasks;; tasks.next()) {
+      ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
+      const BwdTask<Tile>& task = bwd_wide_task_at<Tile>(smem_ptr, tasks.slot);
+      if (task.none) return;
+      add_dq(task);
+      if constexpr (kWarpgroup == 0) {
+        if (p.dv) store_out<Tile::kPanelsV>(maps.dv, args.dv, task);
+      } else {
+        if (p.dk) store_out<Tile::kPanels>(maps.dk, args.dk, task);
+      }
+      __syncwarp();
+      if (leader()) ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
     }
   }
 };

@@ -1,17 +1,32 @@
-// Calls that the Hopper backward for wide heads leaves to another folder, and
-// why.
+// Calls that the Hopper backward for wide heads leaves to another folder, and why.
+#include <cstdint>
+
 #include "sm90/bwd.h"
 #include "sm90/bwd_wide.h"
 
 namespace flash_cuda::sm90 {
+namespace {
+
+// Whether a clipped map finds the sequences (common/tma_rows.h): in a dense tensor by counting rows
+// through the batch, and with rows of less than the map's turn.
+bool clips(const Stride& stride, bool packed, int batch) {
+  return stride.row < (int64_t(1) << 33) &&
+         (packed || batch <= 1 || (stride.row > 0 && stride.batch % stride.row == 0));
+}
+
+}  // namespace
 
 const char* refuse_bwd_wide(const BwdParams& params) {
   if (const char* why = refuse_bwd(params)) return why;
   const FwdParams& p = params.fwd;
-  if (p.bias) return "bias with a head_dim above 128 is served by sm80";
-  if (p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q || p.seqused_k) {
-    return "packed sequences and used lengths with a head_dim above 128 are "
-           "served by sm80";
+  const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
+  const bool q_found =
+      (!packed_q && !p.seqused_q) ||
+      (clips(p.q_stride, packed_q, p.batch) && clips(params.dout_stride, packed_q, p.batch));
+  const bool kv_found = (!packed_kv && !p.seqused_k) || (clips(p.k_stride, packed_kv, p.batch) &&
+                                                         clips(p.v_stride, packed_kv, p.batch));
+  if (!q_found || !kv_found) {
+    return "used lengths with a batch stride that is no multiple of the row stride";
   }
   return nullptr;
 }

@@ -8,34 +8,8 @@
 
 namespace flash_cuda::sm90 {
 
-// Byte offsets from a 1024-byte boundary. Operand tiles are panels of 64
-// columns, [64 rows][128 bytes], in the 128-byte swizzle.
-template <class Tile>
-struct BwdWideSmem {
-  static constexpr int kTileBytes = Tile::kPanels * Tile::kPanelBytes;
-  static constexpr int kTileBytesV = Tile::kPanelsV * Tile::kPanelBytes;
-  static constexpr int kPeerBytes = Tile::kPeerPanels * Tile::kPanelBytes;
-  static constexpr int kDsBytes = Tile::kKeys * Tile::kBlockQ * 2;  // of one block's keys
-  static constexpr int kStagingBytes = 2 * Tile::kPanelBytes;       // of a warpgroup
-  static constexpr int kRowBytes = Tile::kBlockQ * 4;
-  static constexpr int kK = 0,
-                       kPeerK = kK + kTileBytes;  // the peer's keys: this block's columns
-  static constexpr int kV = kPeerK + kPeerBytes, kQ = kV + kTileBytesV;
-  static constexpr int kDout = kQ + Tile::kQStages * kTileBytes;
-  static constexpr int kDs =
-      kDout + Tile::kDoutStages * kTileBytesV;  // P, then dS of the own keys; dS of the peer's
-  static constexpr int kStaging = kDs + 2 * kDsBytes;
-  static constexpr int kLse = kStaging + 2 * kStagingBytes;
-  static constexpr int kDelta = kLse + Tile::kQStages * kRowBytes;
-  static constexpr int kBarriers = kDelta + Tile::kDoutStages * kRowBytes;
-  static constexpr int kIndex = kBarriers + 8 * 12;
-  static constexpr int kTask = kIndex + 16;
-  static constexpr int kBytes = (kTask + sizeof(BwdTask<Tile>) + 15) / 16 * 16;
-  static_assert(kBytes <= 232448, "shared memory of an SM");
-};
-
-// Every barrier lies at the same place in both blocks. Those of the cluster
-// count the warps of both: a block loads into both and writes dS into the peer.
+// Every barrier lies at the same place in both blocks. Those of the cluster count the warps of
+// both: a block loads into both and writes dS into the peer.
 struct BwdWideBarriers {
   uint32_t base;
   __device__ uint32_t kv_full() const { return base; }
@@ -46,7 +20,15 @@ struct BwdWideBarriers {
   __device__ uint32_t p_full() const { return base + 72; }
   __device__ uint32_t ds_full() const { return base + 80; }
   __device__ uint32_t ds_empty() const { return base + 88; }  // of the cluster
+  __device__ uint32_t kv_empty() const { return base + 96; }
+  __device__ uint32_t task_full(int slot) const { return base + 104 + 8 * slot; }
+  __device__ uint32_t task_empty(int slot) const { return base + 120 + 8 * slot; }
+  __device__ uint32_t near_end() const { return base + 136; }     // time to draw a task
+  __device__ uint32_t index_full() const { return base + 144; }   // of the second block
+  __device__ uint32_t index_empty() const { return base + 152; }  // of the first block
+  static constexpr int kCount = 20;
   static constexpr int kClusterWarps = 16;
+  static constexpr int kTaskReaders = 11;  // warps
   __device__ void init() const {
     ptx::mbarrier_init(kv_full(), 1);
     for (int s = 0; s < 2; ++s) {
@@ -54,15 +36,47 @@ struct BwdWideBarriers {
       ptx::mbarrier_init(q_empty(s), kClusterWarps);
       ptx::mbarrier_init(dout_full(s), 1);
       ptx::mbarrier_init(dout_empty(s), kClusterWarps);
+      ptx::mbarrier_init(task_full(s), 1);
+      ptx::mbarrier_init(task_empty(s), kTaskReaders);
     }
+    ptx::mbarrier_init(kv_empty(), 8);
+    ptx::mbarrier_init(near_end(), 1);
+    ptx::mbarrier_init(index_full(), 1);
+    ptx::mbarrier_init(index_empty(), 1);
     ptx::mbarrier_init(p_full(), 4);
     ptx::mbarrier_init(ds_full(), 4);
     ptx::mbarrier_init(ds_empty(), kClusterWarps);
   }
 };
 
-// Where a step's tile lies in a ring of one or two, and the phase of its
-// barriers.
+// Byte offsets from a 1024-byte boundary. Operand tiles are panels of 64 columns, [64 rows][128
+// bytes], in the 128-byte swizzle.
+template <class Tile>
+struct BwdWideSmem {
+  static constexpr int kTileBytes = Tile::kPanels * Tile::kPanelBytes;
+  static constexpr int kTileBytesV = Tile::kPanelsV * Tile::kPanelBytes;
+  static constexpr int kPeerBytes = Tile::kPeerPanels * Tile::kPanelBytes;
+  static constexpr int kDsBytes = Tile::kKeys * Tile::kBlockQ * 2;  // of one block's keys
+  static constexpr int kStagingBytes = 2 * Tile::kPanelBytes;       // of a warpgroup
+  static constexpr int kRowBytes = Tile::kBlockQ * 4;
+  static constexpr int kK = 0, kPeerK = kK + kTileBytes;  // the peer's keys: this block's columns
+  static constexpr int kV = kPeerK + kPeerBytes, kQ = kV + kTileBytesV;
+  static constexpr int kDout = kQ + Tile::kQStages * kTileBytes;
+  static constexpr int kDs =
+      kDout + Tile::kDoutStages * kTileBytesV;  // P, then dS of the own keys; dS of the peer's
+  static constexpr int kStaging = kDs + 2 * kDsBytes;  // a buffer a warpgroup
+  static constexpr int kLse = kStaging + 2 * kStagingBytes;
+  static constexpr int kDelta = kLse + Tile::kQStages * kRowBytes;
+  static constexpr int kZeroBytes = 1024;
+  static constexpr int kZeros = kDelta + Tile::kDoutStages * kRowBytes;
+  static constexpr int kBarriers = kZeros + kZeroBytes;
+  static constexpr int kIndex = kBarriers + 8 * BwdWideBarriers::kCount;
+  static constexpr int kTask = kIndex + 16;
+  static constexpr int kBytes = (kTask + 2 * sizeof(BwdTask<Tile>) + 15) / 16 * 16;  // two, a ring
+  static_assert(kBytes <= 232448, "shared memory of an SM");
+};
+
+// Where a step's tile lies in a ring of one or two, and the phase of its barriers.
 template <int kStages>
 struct RingStep {
   int stage;
@@ -71,8 +85,12 @@ struct RingStep {
       : stage(kStages == 2 ? step & 1 : 0), phase(kStages == 2 ? step >> 1 & 1 : step & 1) {}
 };
 
-// + warpgroup: dQ, dV or dK lies in the staging buffer; the buffer may be
-// rewritten.
+template <class Tile>
+__device__ __forceinline__ BwdTask<Tile>& bwd_wide_task_at(uint8_t* smem_ptr, int slot) {
+  return reinterpret_cast<BwdTask<Tile>*>(smem_ptr + BwdWideSmem<Tile>::kTask)[slot];
+}
+
+// + warpgroup: dQ, dV or dK lies in the staging buffer; the buffer may be rewritten.
 enum BwdWideNamedBarrier : int { kWideFull = 1, kWideEmpty = 3 };
 
 }  // namespace flash_cuda::sm90

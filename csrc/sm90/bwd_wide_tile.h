@@ -3,8 +3,8 @@
 
 namespace flash_cuda::sm90 {
 
-// A task is kBlockKV keys, half of them in each of the two thread blocks of a
-// cluster; the names that bwd_work.cuh and bwd_passes.cuh use.
+// A task is kBlockKV keys, half of them in each of the two thread blocks of a cluster; the names
+// that bwd_work.cuh and bwd_passes.cuh use.
 template <int kHeadDim_, int kHeadDimV_>
 struct BwdWideTile {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
@@ -14,12 +14,10 @@ struct BwdWideTile {
   static constexpr int kQStages = 2;
   static constexpr int kDoutStages = kHeadDim > 192 ? 1 : 2;  // as many as fit
   static constexpr int kThreads = 384;
-  static constexpr int kPanels = kHeadDim / 64,
-                       kPanelsV = kHeadDimV / 64;  // of 64 columns
-  static constexpr int kPanelBytes = 64 * 128;     // 64 rows, of Q, dO or keys
-  // A block makes half of the columns of dQ. They begin or end inside a panel
-  // where the number of panels is odd: the first warpgroup then takes the half
-  // panel, the second a whole one.
+  static constexpr int kPanels = kHeadDim / 64, kPanelsV = kHeadDimV / 64;  // of 64 columns
+  static constexpr int kPanelBytes = 64 * 128;  // 64 rows, of Q, dO or keys
+  // A block makes half of the columns of dQ. They begin or end inside a panel where the number of
+  // panels is odd: the first warpgroup then takes the half panel, the second a whole one.
   static constexpr bool kOddPanels = kPanels % 2 == 1;
   static constexpr int kPeerPanels = (kPanels + 1) / 2;  // of the peer's keys, for dQ
   static_assert(kPanels == 3 || kPanels == 4);

@@ -33,6 +33,9 @@ struct BwdArgs {
   // they are added to (wait_zeroed); the pre-pass zeroes those of the first sections. Else 0.
   int sections_ahead;
   int q_blocks;  // row blocks of a query head
+  // Deterministic mode, a bias with one row for all queries: from the dbias of a row block to the
+  // next one's. Else 0.
+  int64_t dbias_block_stride;
 
   __device__ int tasks_per_section() const { return heads_per_section * kv_blocks; }
   __device__ int heads_of_section(int section) const {
