@@ -70,20 +70,21 @@ BwdArgs make_bwd_args(const BwdParams& params) {
   };
   const auto map_q = [&](CUtensorMap* tensor_map, RowMap* rows, const void* base,
                          const Stride& stride, int columns) {
-    map(tensor_map, rows, {base, stride, columns, rows_q, p.num_heads_q, p.batch}, Tile::kBoxQ,
+    map(tensor_map, rows, {base, stride, columns, rows_q, p.num_heads_q, p.batch}, Tile::kBoxRows,
         packed_q, p.seqused_q);
   };
   const auto map_kv = [&](CUtensorMap* tensor_map, RowMap* rows, const void* base,
-                          const Stride& stride, int columns, bool clipped) {
-    map(tensor_map, rows, {base, stride, columns, rows_kv, p.num_heads_kv, p.batch}, Tile::kBlockKV,
+                          const Stride& stride, int columns, int box_rows, bool clipped) {
+    map(tensor_map, rows, {base, stride, columns, rows_kv, p.num_heads_kv, p.batch}, box_rows,
         packed_kv, clipped);
   };
+  constexpr int kIn = Tile::kBoxRows, kOut = Tile::kBlockKV;
   map_q(&args.q_map, &args.q_rows, p.q, p.q_stride, p.head_dim);
   map_q(&args.dout_map, &args.dout_rows, params.dout, params.dout_stride, p.head_dim_v);
-  map_kv(&args.k_map, &args.k_rows, p.k, p.k_stride, p.head_dim, p.seqused_k);
-  map_kv(&args.v_map, &args.v_rows, p.v, p.v_stride, p.head_dim_v, p.seqused_k);
-  map_kv(&args.dk_map, &args.dk_rows, params.dk, params.dk_stride, p.head_dim, false);
-  map_kv(&args.dv_map, &args.dv_rows, params.dv, params.dv_stride, p.head_dim_v, false);
+  map_kv(&args.k_map, &args.k_rows, p.k, p.k_stride, p.head_dim, kIn, p.seqused_k);
+  map_kv(&args.v_map, &args.v_rows, p.v, p.v_stride, p.head_dim_v, kIn, p.seqused_k);
+  map_kv(&args.dk_map, &args.dk_rows, params.dk, params.dk_stride, p.head_dim, kOut, false);
+  map_kv(&args.dv_map, &args.dv_rows, params.dv, params.dv_stride, p.head_dim_v, kOut, false);
   size_t bytes;
   args.workspace =
       bwd_workspace<Tile::kHeadDim>(params, static_cast<char*>(params.workspace), &bytes);

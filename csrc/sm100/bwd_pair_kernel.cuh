@@ -46,22 +46,30 @@ struct PairLoader {
     uint32_t full = expect(smem.barrier(kBwdKFull), Tile::kBytesQK);
 #pragma unroll
     for (int i = 0; i < Tile::kPanelsQK; ++i) {
-      load_rows_pair(smem.k() + i * Tile::kPanelBytes, &args.k_map, full, i * Tile::kPanelCols,
-                     t.kv0, k, ptx::kEvictFirst);
+      load_panel(smem.k() + i * Tile::kPanelBytes, &args.k_map, full, i, t.kv0, k);
     }
     full = expect(smem.barrier(kBwdVFull), Tile::kBytesV);
 #pragma unroll
     for (int i = 0; i < Tile::kPanelsV; ++i) {
-      load_rows_pair(smem.v() + i * Tile::kPanelBytes, &args.v_map, full, i * Tile::kPanelCols,
-                     t.kv0, v, ptx::kEvictFirst);
+      load_panel(smem.v() + i * Tile::kPanelBytes, &args.v_map, full, i, t.kv0, v);
     }
     if (!args.workspace.dq) return;
     full = expect(smem.barrier(kBwdKColsFull), 2 * Tile::kPanelBytes);
     const int first = t.kv0 - rank * Tile::kBlockKV;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      load_rows_pair(smem.k_columns() + i * Tile::kPanelBytes, &args.k_map, full,
-                     rank * Tile::kPanelCols, first + i * Tile::kBlockKV, k, ptx::kEvictFirst);
+      load_panel(smem.k_columns() + i * Tile::kPanelBytes, &args.k_map, full, rank,
+                 first + i * Tile::kBlockKV, k);
+    }
+  }
+  // 128 keys and 64 columns.
+  __device__ __forceinline__ static void load_panel(uint32_t to, const CUtensorMap* map,
+                                                    uint32_t full, int panel, int row,
+                                                    const MapRows& at) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_rows_pair(to + i * (Tile::kBoxRows * 128), map, full, panel * Tile::kPanelCols,
+                     row + i * Tile::kBoxRows, at, ptx::kEvictFirst);
     }
   }
 
@@ -69,7 +77,7 @@ struct PairLoader {
   __device__ __forceinline__ void load_tile(PairTile tile, uint32_t to, BwdBarrier full_barrier,
                                             BwdBarrier empty, const CUtensorMap* map,
                                             const MapRows& at, int row, uint32_t count) const {
-    constexpr int kBox = Tile::kBoxQ * 128;
+    constexpr int kBox = Tile::kBoxRows * 128;
     ptx::mbarrier_wait(smem.barrier(empty, tile), (count & 1) ^ 1);
     const uint32_t full = expect(smem.barrier(full_barrier, tile), 2 * kBox);
     to += tile * Tile::kPanelBytes;
@@ -77,7 +85,7 @@ struct PairLoader {
     for (int i = 0; i < 2; ++i) {
       const int half_row = tile == kTileRows ? rank : i, half_column = tile == kTileRows ? i : rank;
       load_rows_pair(to + i * kBox, map, full, half_column * Tile::kPanelCols,
-                     row + half_row * Tile::kBoxQ, at, ptx::kEvictLast);
+                     row + half_row * Tile::kBoxRows, at, ptx::kEvictLast);
     }
   }
   // Their memory is free when dK of two blocks before is done, which has been waited for.
@@ -159,7 +167,7 @@ struct PairIssuer {
 #pragma unroll 1
     for (int panel = 0; panel < 2; ++panel) {
       const uint64_t a = ptx::tcgen05_desc(a_tile + panel * Tile::kPanelBytes, kDescRows);
-      const uint64_t b = ptx::tcgen05_desc(b_tile + panel * (Tile::kBoxQ * 128), kDescRows);
+      const uint64_t b = ptx::tcgen05_desc(b_tile + panel * (Tile::kBoxRows * 128), kDescRows);
 #pragma unroll
       for (int k = 0; k < kStepsPanel; ++k) {
         ptx::tcgen05_mma_ss_pair(d, a + 2 * k, b + 2 * k, kInstruction<false, false, 256, 128>,

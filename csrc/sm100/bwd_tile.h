@@ -21,7 +21,7 @@ struct BwdTile {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr bool kPair = false;
   static constexpr int kBlockQ = 128, kBlockKV = 128;
-  static constexpr int kBoxQ = 128;  // rows of a copy of Q or dO
+  static constexpr int kBoxRows = 128;  // rows that are loaded together
   static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
 
   // Warpgroups: dQ, two for P and dS (half of the queries each), one of single warps.
@@ -80,7 +80,7 @@ struct BwdPairTile {
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
   static constexpr bool kGeneral = false, kPair = true;
   static constexpr int kBlockQ = 128, kBlockKV = 128;  // of a thread block
-  static constexpr int kBoxQ = 64;
+  static constexpr int kBoxRows = 64;
   static constexpr int kStagesQ = 1, kStagesDout = 1, kStagesStats = 2;
 
   static constexpr int kThreads = 512;

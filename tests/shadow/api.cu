@@ -4,9 +4,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "sm100/fwd_launch.cuh"
-#ifdef WITH_BACKWARD
 #include "sm100/bwd_launch.cuh"
+#include "sm100/fwd_launch.cuh"
+#ifdef WIDE
+#include "sm100/bwd_wide_launch.cuh"
 #endif
 
 using flash_cuda::BwdParams;
@@ -102,6 +103,36 @@ const char* guarded(Fn fn) {
   return message.c_str();
 }
 
+// The backward by single thread blocks, by pairs of them, or in two passes.
+using namespace flash_cuda::sm100;
+#if defined(WIDE)
+const char* refuse(const BwdParams& b) { return refuse_bwd(b); }
+size_t workspace_bytes(const BwdParams& b) {
+  size_t bytes;
+  bwd_wide_workspace(b, &bytes);
+  return bytes;
+}
+template <DType kDType>
+void launch(const BwdParams& b) {
+  launch_bwd_wide<kDType>(b, nullptr);
+}
+#else
+size_t workspace_bytes(const BwdParams& b) { return bwd_workspace_bytes<HEAD_DIM>(b); }
+#if defined(PAIRS)
+const char* refuse(const BwdParams& b) { return refuse_bwd_pair(b); }
+template <DType kDType>
+void launch(const BwdParams& b) {
+  launch_bwd_pair<kDType>(b, nullptr);
+}
+#else
+const char* refuse(const BwdParams& b) { return refuse_bwd(b); }
+template <DType kDType>
+void launch(const BwdParams& b) {
+  launch_bwd<kDType, HEAD_DIM, HEAD_DIM_V>(b, nullptr);
+}
+#endif
+#endif
+
 }  // namespace
 
 extern "C" const char* shadow_forward(const Call* c) {
@@ -116,7 +147,6 @@ extern "C" const char* shadow_forward(const Call* c) {
   });
 }
 
-#ifdef WITH_BACKWARD
 extern "C" const char* shadow_backward(const Call* c) {
   return guarded([&] {
     BwdParams b;
@@ -141,17 +171,16 @@ extern "C" const char* shadow_backward(const Call* c) {
     b.dbias_col_stride = c->dbias.col;
     b.deterministic = c->deterministic;
     b.wanted = c->wanted;
-    if (const char* why = flash_cuda::sm100::refuse_bwd(b)) throw std::runtime_error(why);
-    const size_t bytes = flash_cuda::sm100::bwd_workspace_bytes<HEAD_DIM>(b);
+    if (const char* why = refuse(b)) throw std::runtime_error(why);
+    const size_t bytes = workspace_bytes(b);
     flash_cuda::check_cuda(cudaMalloc(&b.workspace, bytes), "cudaMalloc");
     flash_cuda::check_cuda(cudaMemset(b.workspace, 0xff, bytes), "cudaMemset");  // NaN
     if (c->is_bf16) {
-      flash_cuda::sm100::launch_bwd<DType::kBFloat16, HEAD_DIM, HEAD_DIM_V>(b, nullptr);
+      launch<DType::kBFloat16>(b);
     } else {
-      flash_cuda::sm100::launch_bwd<DType::kFloat16, HEAD_DIM, HEAD_DIM_V>(b, nullptr);
+      launch<DType::kFloat16>(b);
     }
     flash_cuda::check_cuda(cudaDeviceSynchronize(), "backward");
     flash_cuda::check_cuda(cudaFree(b.workspace), "cudaFree");
   });
 }
-#endif

@@ -36,10 +36,11 @@ __device__ __forceinline__ void tcgen05_alloc(uint32_t smem_result, uint32_t col
 }
 __device__ __forceinline__ void tcgen05_relinquish_alloc_permit() {}
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t, uint32_t) {}
-__device__ __forceinline__ void tcgen05_fence_before_thread_sync() { __threadfence_block(); }
-__device__ __forceinline__ void tcgen05_fence_after_thread_sync() { __threadfence_block(); }
+// For the other block of a pair, too.
+__device__ __forceinline__ void tcgen05_fence_before_thread_sync() { __threadfence(); }
+__device__ __forceinline__ void tcgen05_fence_after_thread_sync() { __threadfence(); }
 __device__ __forceinline__ void tcgen05_wait_ld() {}
-__device__ __forceinline__ void tcgen05_wait_st() { __threadfence_block(); }
+__device__ __forceinline__ void tcgen05_wait_st() { __threadfence(); }
 
 template <int kColumns>
 __device__ __forceinline__ void shadow_ld(uint32_t* r, uint32_t tmem) {
