@@ -61,15 +61,18 @@ def test_options_may_be_shapes(options: dict[str, Any]) -> None:
     )
 
 
-def test_packed_shapes_are_served_like_packed_tensors() -> None:
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_packed_shapes_are_served_like_packed_tensors(head_dim: int, backward: bool) -> None:
     """By the kernel that serves the dense call: an unread length is not an absent one."""
-    dense = flash_cuda.explain(*SHAPES, dtype=torch.bfloat16, device="H100")
+    shapes = [(*shape[:3], head_dim) for shape in SHAPES]
+    call = {"dtype": torch.bfloat16, "device": "H100", "backward": backward}
+    dense = flash_cuda.explain(*shapes, **call)
     if not dense.served:
         pytest.skip(dense.reason)
     packed = flash_cuda.explain(
-        *((shape[0] * shape[1], *shape[2:]) for shape in SHAPES),
-        dtype=torch.bfloat16,
-        device="H100",
+        *((shape[0] * shape[1], *shape[2:]) for shape in shapes),
+        **call,
         cu_seqlens_q=(SHAPES[0][0] + 1,),
         cu_seqlens_k=(SHAPES[0][0] + 1,),
     )
