@@ -20,8 +20,9 @@ struct BwdConsumer {
   static constexpr bool kBf16 = kDType == DType::kBFloat16;
   static constexpr int kHeadDim = Tile::kHeadDim, kBlockQ = Tile::kBlockQ;
   static constexpr int kBlockKV = Tile::kBlockKV;
-  static constexpr int kScores = kBlockQ / 2;  // S^T and dP^T accumulators a thread
-  static constexpr int kOut = kHeadDim / 2;    // dK and dV accumulators a thread
+  static constexpr int kScores = kBlockQ / 2;   // S^T and dP^T accumulators a thread
+  static constexpr int kOut = kHeadDim / 2;     // dK and dV accumulators a thread
+  static constexpr int kSlices = kBlockQ / 16;  // k-steps of dV and dK
   // A warpgroup takes half of dQ: half of the columns of a 64-row block, or 64 of 128 rows.
   static constexpr bool kSplitDqRows = kBlockQ == 128;
   static constexpr int kDqCols = kSplitDqRows ? kHeadDim : kHeadDim / 2;
@@ -40,12 +41,12 @@ struct BwdConsumer {
   const int warpgroup, thread;  // 0 or 1; in the warpgroup
 
   float dk[kOut], dv[kOut], scores[kScores], dp[kScores];
-  uint32_t p16[kScores / 8][4],
-      ds16[kScores / 8][4];  // A operands, one row a k-step
+  uint32_t p16[kSlices][4],
+      ds16[kSlices][4];  // A operands, one row a k-step
 
-  __device__ static void pin_operand(uint32_t (&a)[kScores / 8][4]) {
+  __device__ static void pin_operand(uint32_t (&a)[kSlices][4]) {
 #pragma unroll
-    for (int k = 0; k < kScores / 8; ++k) ptx::pin(a[k]);
+    for (int k = 0; k < kSlices; ++k) ptx::pin(a[k]);
   }
   __device__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
   __device__ int lane() const { return thread & 31; }
@@ -70,12 +71,13 @@ struct BwdConsumer {
     }
   }
 
-  // acc += A B over the kBlockQ rows, A from registers (P^T or dS^T), B: dO or Q as [row][column].
-  __device__ void gemm_out(float (&acc)[kOut], const uint32_t (&a)[kScores / 8][4],
-                           uint32_t b_tile) {
+  // acc += A B over the kBlockQ rows, or the slices of 16 in [kFrom, kTo) of them. A from registers
+  // (P^T or dS^T), B: dO or Q as [row][column].
+  template <int kFrom = 0, int kTo = kSlices>
+  __device__ void gemm_out(float (&acc)[kOut], const uint32_t (&a)[kSlices][4], uint32_t b_tile) {
     const uint64_t b = ptx::wgmma_desc(b_tile, kDescQ);
 #pragma unroll
-    for (int k = 0; k < kBlockQ / 16; ++k) {
+    for (int k = kFrom; k < kTo; ++k) {
       ptx::Wgmma<kHeadDim>::template rs<kBf16, 1>(acc, a[k], b + k * 128);
     }
   }
@@ -171,12 +173,13 @@ struct BwdConsumer {
     if (p.bias) add_bias<kDType>(scores, p, task.mask, task.sequence, head, q, key);
   }
 
-  // P^T = exp2(S^T * scale_log2 - lse2), also as 16-bit operand. With a cap the derivative of tanh
-  // then joins P^T, where only dS^T takes it from.
+  // P^T = exp2(S^T * scale_log2 - lse2) of some slices. With a cap the derivative of tanh then
+  // joins it, where only dS^T takes it from, so the operand for dV is made before.
+  template <int kFrom = 0, int kTo = kSlices>
   __device__ void probabilities(float scale_log2, int stage, const float2* lse) {
     const float capped = kGeneral && args.params.fwd.softcap != 0.0f ? 1.0f : 0.0f;
 #pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
+    for (int j = 2 * kFrom; j < 2 * kTo; ++j) {
       const float2 l = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
       float* s = scores + 4 * j;
       // A masked score is -inf and has no slope to tell from.
@@ -186,13 +189,23 @@ struct BwdConsumer {
       s[1] = ptx::ex2(fmaf(s[1], scale_log2, -l.y));
       s[2] = ptx::ex2(fmaf(s[2], scale_log2, -l.x));
       s[3] = ptx::ex2(fmaf(s[3], scale_log2, -l.y));
-      p16[j / 2][j % 2 * 2] = ptx::pack<kDType>(s[0], s[1]);
-      p16[j / 2][j % 2 * 2 + 1] = ptx::pack<kDType>(s[2], s[3]);
       if constexpr (kGeneral) {
+        pack_probabilities(j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] *= fmaf(-capped * tanhs[e], tanhs[e], 1.0f);
       }
     }
+  }
+
+  __device__ void pack_probabilities(int j) {
+    const float* s = scores + 4 * j;
+    p16[j / 2][j % 2 * 2] = ptx::pack<kDType>(s[0], s[1]);
+    p16[j / 2][j % 2 * 2 + 1] = ptx::pack<kDType>(s[2], s[3]);
+  }
+  template <int kFrom, int kTo>
+  __device__ void pack_probabilities() {
+#pragma unroll
+    for (int j = 2 * kFrom; j < 2 * kTo; ++j) pack_probabilities(j);
   }
 
   // General variant: dS^T, not rounded, to the gradient of the bias, and P^T := 1.
@@ -205,20 +218,22 @@ struct BwdConsumer {
   }
 
   // dS^T = P^T o dP^T, where dP^T already is less delta.
+  template <int kFrom = 0, int kTo = kSlices>
   __device__ void score_gradients() {
 #pragma unroll
-    for (int j = 0; j < kScores / 2; ++j) {
+    for (int j = 4 * kFrom; j < 4 * kTo; ++j) {
       ds16[j / 4][j % 4] =
           ptx::pack<kDType>(scores[2 * j] * dp[2 * j], scores[2 * j + 1] * dp[2 * j + 1]);
     }
   }
 
   // dS as [key][row], rows contiguous, in panels of 64 rows.
+  template <int kFrom = 0, int kTo = kSlices>
   __device__ void store_ds(int stage) {
     const int key = warpgroup * 64 + warp() * 16 + lane() % 16;
     const uint32_t base = smem + Smem::kDs + stage * Smem::kDsBytes + key * 128;
 #pragma unroll
-    for (int c = 0; c < kBlockQ / 16; ++c) {
+    for (int c = kFrom; c < kTo; ++c) {
       const int chunk = (c % 4) * 2 + lane() / 16;
       ptx::stmatrix_x4(base + (c / 4) * kBlockKV * 128 + ((chunk ^ (key & 7)) << 4), ds16[c]);
     }
@@ -238,12 +253,71 @@ struct BwdConsumer {
     ptx::named_barrier_arrive(kDqFull + warpgroup, 160);
   }
 
+  // Adds slices of P^T dO to dV.
+  template <int kFrom, int kTo>
+  __device__ void issue_dv(uint32_t dout_tile) {
+    if constexpr (kFrom == 0) ptx::pin(dv);
+    pin_operand(p16);
+    ptx::wgmma_fence();
+    gemm_out<kFrom, kTo>(dv, p16, dout_tile);
+  }
+
+  // From S^T, with dP^T still running, to dS and dV, in the order that measured best for the tile.
+  __device__ void gradients(const BwdTask<Tile>& task, int group, int q0, int stage, uint32_t phase,
+                            const float2* lse) {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    const uint32_t q_tile = smem + Smem::kQ + stage * Smem::kQBytes;
+    const uint32_t dout_tile = smem + Smem::kDout + stage * Smem::kQBytes;
+    constexpr int kHalf = kSlices / 2;
+    if constexpr (kGeneral) {
+      probabilities(args.scale_log2, stage, lse);
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(dp);
+      bias_gradient(task, q0, group);
+      score_gradients();
+      store_ds(stage);
+      issue_dv<0, kSlices>(dout_tile);
+    } else if constexpr (Tile::kDkInHalves) {
+      // The second half of the exponentials runs beside the first half of dV and dK.
+      probabilities<0, kHalf>(args.scale_log2, stage, lse);
+      // Passed long since: a branch, over which the compiler does not put the exponentials off.
+      ptx::mbarrier_wait(bars.q_full(stage), phase);
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(dp);
+      score_gradients<0, kHalf>();
+      store_ds<0, kHalf>(stage);
+      pack_probabilities<0, kHalf>();
+      issue_dv<0, kHalf>(dout_tile);
+      ptx::pin(dk);
+      gemm_out<0, kHalf>(dk, ds16, q_tile);
+      ptx::wgmma_commit_group();
+      probabilities<kHalf, kSlices>(args.scale_log2, stage, lse);
+      score_gradients<kHalf, kSlices>();
+      store_ds<kHalf, kSlices>(stage);
+      pack_probabilities<kHalf, kSlices>();
+      issue_dv<kHalf, kSlices>(dout_tile);
+    } else {
+      // The first half of dV is issued before dP^T is waited for.
+      probabilities<0, kHalf>(args.scale_log2, stage, lse);
+      pack_probabilities<0, kHalf>();
+      issue_dv<0, kHalf>(dout_tile);
+      ptx::wgmma_commit_group();
+      probabilities<kHalf, kSlices>(args.scale_log2, stage, lse);
+      pack_probabilities<kHalf, kSlices>();
+      ptx::wgmma_wait_group<1>();
+      ptx::pin(dp);
+      score_gradients();
+      store_ds(stage);
+      issue_dv<kHalf, kSlices>(dout_tile);
+    }
+    ptx::wgmma_commit_group();
+  }
+
   // One block of Q and dO in `stage`, whose barriers are in phase `phase`.
   __device__ void step(const BwdTask<Tile>& task, int group, int q0, bool masked, int stage,
                        uint32_t phase) {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     const uint32_t q_tile = smem + Smem::kQ + stage * Smem::kQBytes;
-    const uint32_t dout_tile = smem + Smem::kDout + stage * Smem::kQBytes;
     float2 lse[Tile::kLseInRegisters ? kScores / 4 : 1];
 
     ptx::mbarrier_wait(bars.q_full(stage), phase);
@@ -256,7 +330,7 @@ struct BwdConsumer {
     ptx::wgmma_fence();
     gemm_scores<true>(scores, Smem::kK, q_tile);
     ptx::wgmma_commit_group();
-    gemm_scores<false>(dp, Smem::kV, dout_tile);
+    gemm_scores<false>(dp, Smem::kV, smem + Smem::kDout + stage * Smem::kQBytes);
     ptx::wgmma_commit_group();
 
     ptx::wgmma_wait_group<1>();
@@ -266,21 +340,10 @@ struct BwdConsumer {
       mask_scores(task.mask, q0, task.kv0);
       __syncwarp();
     }
-    probabilities(args.scale_log2, stage, lse);
-    ptx::wgmma_wait_group<0>();
-    ptx::pin(dp);
-    if constexpr (kGeneral) bias_gradient(task, q0, group);
-    score_gradients();
-    store_ds(stage);
-
-    ptx::pin(dv);
-    pin_operand(p16);
-    ptx::wgmma_fence();
-    gemm_out(dv, p16, dout_tile);
-    ptx::wgmma_commit_group();
+    gradients(task, group, q0, stage, phase, lse);
     ptx::fence_proxy_async_shared();
-    ptx::named_barrier_sync(kDsReady,
-                            256);  // dS is whole; dS(i-1) in the other buffer is done with
+    // dS is whole; dS(i-1) in the other buffer is done with.
+    ptx::named_barrier_sync(kDsReady, 256);
 
     float dq[kDqCols / 2];
     ptx::wgmma_fence();
@@ -294,7 +357,7 @@ struct BwdConsumer {
     ptx::pin(dk);
     pin_operand(ds16);
     ptx::wgmma_fence();
-    gemm_out(dk, ds16, q_tile);
+    gemm_out<!kGeneral && Tile::kDkInHalves ? kSlices / 2 : 0, kSlices>(dk, ds16, q_tile);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     ptx::pin(dq);

@@ -12,20 +12,21 @@ namespace flash_cuda::sm90 {
 
 // kBlockQ rows of Q and dO stream past a tile of kBlockKV keys; two warpgroups own 64 keys each.
 // clang-format off
-template <int kHeadDim_, int kBlockQ_, bool kLseInRegisters_>
+template <int kHeadDim_, int kBlockQ_, bool kLseInRegisters_, bool kDkInHalves_>
 struct BwdTileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockQ = kBlockQ_;
   static constexpr int kBlockKV = 128;
   static constexpr int kStages = 2;                            // of Q and of dO
   static constexpr bool kLseInRegisters = kLseInRegisters_;    // loaded before the GEMMs are issued
+  static constexpr bool kDkInHalves = kDkInHalves_;            // with dV, else dV alone
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kThreads = 128 * (1 + kConsumerWarpgroups);
 };
 template <int kHeadDim> struct BwdTile;
-//                                                  head_dim   q  lse
-template <> struct BwdTile<64>  : BwdTileShape<          64, 128, false> {};
-template <> struct BwdTile<128> : BwdTileShape<         128,  64, true> {};
+//                                                  head_dim   q  lse    dk
+template <> struct BwdTile<64>  : BwdTileShape<          64, 128, false, true> {};
+template <> struct BwdTile<128> : BwdTileShape<         128,  64, true, false> {};
 // clang-format on
 
 // Where one call keeps what passes between its three kernels. A row block of a sequence starts at
