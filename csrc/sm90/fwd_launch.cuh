@@ -9,10 +9,25 @@
 
 namespace flash_cuda::sm90 {
 
+inline bool has_diagonal(const FwdParams& p) {
+  return p.window_right < kUnbounded || p.window_left < kUnbounded || p.attention_chunk > 0;
+}
+
+// (batch, head) pairs that are walked together, whole groups: their tiles fill the device once, or
+// twice where they differ much in length.
+inline int section_that_fills(const FwdParams& p, int q_blocks) {
+  const int waves = has_diagonal(p) && q_blocks >= 16 ? 2 : 1;
+  const int group = p.num_heads_q / p.num_heads_kv;
+  const int pairs = waves * p.num_sms / max_of(q_blocks, 1);
+  return max_of(ceil_div(pairs, group), 1) * group;
+}
+
 template <class Tile>
 FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
   constexpr FwdBoxes kBoxes{Tile::kBlockQ, Tile::kPanelCols, 64, Tile::kBlockKV, 64};
-  return {fwd_tile_args(p, kBoxes), tile_counter_index(stream)};
+  FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream)};
+  args.section = section_that_fills(p, args.q_blocks);
+  return args;
 }
 
 template <class Tile, DType kDType>
@@ -41,9 +56,7 @@ template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
   if (is_general(p)) return launch_tile<typename Variants::General, kDType>(p, stream);
-  const bool diagonal =
-      p.window_right < kUnbounded || p.window_left < kUnbounded || p.attention_chunk > 0;
-  if ((Variants::kDiagonalIsShort && diagonal) || keys_of_a_row(p) <= Variants::kShortKeys) {
+  if ((Variants::kDiagonalIsShort && has_diagonal(p)) || keys_of_a_row(p) <= Variants::kShortKeys) {
     return launch_tile<typename Variants::Short, kDType>(p, stream);
   }
   launch_tile<typename Variants::Long, kDType>(p, stream);

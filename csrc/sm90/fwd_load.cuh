@@ -47,8 +47,8 @@ struct FwdSmem {
   static constexpr int kVAt = kKAt + Ring::kBytes;
   static constexpr int kWorkBarriersAt = kVAt + Ring::kBytes;
   static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
-  static_assert(kQAt + QRing::kBytes * Tile::kWarpgroups <=
-                Tile::kSmemBarriers + Tile::kBarrierBytes);
+  static constexpr int kDrawAt = kQAt + QRing::kBytes * Tile::kWarpgroups;
+  static_assert(kDrawAt + 8 <= Tile::kSmemBarriers + Tile::kBarrierBytes);
 
   __device__ __forceinline__ Ring k_ring() const { return {base + kKAt}; }
   __device__ __forceinline__ Ring v_ring() const { return {base + kVAt}; }
@@ -56,6 +56,8 @@ struct FwdSmem {
   __device__ __forceinline__ QRing q_ring(int warpgroup) const {
     return {base + kQAt + QRing::kBytes * warpgroup};
   }
+  // A phase a tile, completed shortly before its copies end.
+  __device__ __forceinline__ uint32_t draw_barrier() const { return base + kDrawAt; }
 };
 
 template <class Tile>
@@ -67,6 +69,7 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
     smem.q_ring(w).init(1, Tile::has(kOutOverQ) ? 1 : 4);
   }
+  ptx::mbarrier_init(smem.draw_barrier(), 1);
   ptx::fence_mbarrier_init();
 }
 
@@ -121,6 +124,16 @@ __device__ __forceinline__ int draw(const FwdArgs& args, int num_tiles) {
   return drawn + gridDim.x;
 }
 
+// The tile after the `count`-th. Not before that one is about to end: who takes the next one early
+// keeps it from others that are free by then.
+template <class Tile>
+__device__ __forceinline__ int draw_in_time(const FwdSmem<Tile>& smem, const FwdArgs& args,
+                                            int num_tiles, uint32_t count) {
+  ptx::mbarrier_wait(smem.draw_barrier(), count % 2);
+  smem.work_ring().wait_empty(count + 1);
+  return draw(args, num_tiles);
+}
+
 // Draws tiles and publishes them; one thread.
 template <class Tile>
 __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const FwdArgs& args) {
@@ -128,9 +141,7 @@ __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const 
   uint32_t tiles = 0;
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
     publish(smem, args.params, tiles, dense_work(args.params, args.q_blocks, args.section, index));
-    // Not before there is room for it: others may be free earlier.
-    smem.work_ring().wait_empty(tiles + 1);
-    index = draw(args, num_tiles);
+    index = draw_in_time(smem, args, num_tiles, tiles);
   }
   publish(smem, args.params, tiles, FwdWork::none());
 }
@@ -145,8 +156,7 @@ __device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const
     const FwdWork work = packed.find(index);
     if (packed.lane == 0) {
       publish(smem, args.params, tiles, work);
-      smem.work_ring().wait_empty(tiles + 1);
-      index = draw(args, num_tiles);
+      index = draw_in_time(smem, args, num_tiles, tiles);
     }
     index = __shfl_sync(~0u, index, 0);
   }
@@ -215,8 +225,11 @@ struct Loader {
       const MapRows kv = args.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
       if (!empty) load_k(range.end - 1, kv);
       load_q(w.q_block * Tile::kBlockQ, args.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
+      // The ring still holds blocks to compute while the next tile is drawn.
+      if (range.end - range.begin < 2) ptx::mbarrier_arrive(smem.draw_barrier());
 #pragma unroll 1
       for (int kv_block = range.end - 2; kv_block >= range.begin; --kv_block) {
+        if (kv_block == range.begin) ptx::mbarrier_arrive(smem.draw_barrier());
         load_k(kv_block, kv);
         load_v(kv_block + 1, kv);
       }
