@@ -56,4 +56,10 @@ inline int best_shares(int64_t tiles, int64_t units, int64_t slots) {
   return static_cast<int>(most);
 }
 
+// Parts of a tile: a multiple of 16, by which pieces are merged, where that is at most a 24th less.
+inline int round_parts(int parts) {
+  const int rounded = parts / 16 * 16;
+  return 24 * (parts - rounded) <= parts ? max_of(rounded, 1) : parts;
+}
+
 }  // namespace flash_cuda

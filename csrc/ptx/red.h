@@ -37,6 +37,17 @@ __device__ __forceinline__ void store_release(int* ptr, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }
 
+// The value before. Orders what this thread has seen and written before it against what any thread
+// does after a later addition.
+__device__ __forceinline__ int add_acq_rel(int* ptr, int v) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(ptr), "r"(v)
+               : "memory");
+  return before;
+}
+
 __device__ __forceinline__ void add_release(int* ptr, int v) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }

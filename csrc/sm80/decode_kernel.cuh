@@ -13,6 +13,7 @@
 #include "common/kv_view.cuh"
 #include "common/score_mod.cuh"
 #include "common/softmax.cuh"
+#include "sm80/decode_merge.cuh"
 #include "sm80/decode_tile.h"
 #include "sm80/decode_work.cuh"
 #include "sm80/tile_io.cuh"
@@ -321,7 +322,6 @@ struct DecodeBlock {
     if (has_keys) main_loop(part);
     finish();
     if (tile.wants_out(has_keys)) store_out();
-    __syncthreads();  // shared memory may be written again
   }
 };
 
@@ -333,7 +333,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   const DecodeWalk<Tile::kBlockQ, Tile::kBlockKV, Tile::kThreads> walk{p, grid, state};
   walk.start();
   while (walk.next()) {
-    DecodeBlock<Tile, kDType, kVariant>(p, grid, state, ptx::smem_addr(smem)).run();
+    DecodeBlock<Tile, kDType, kVariant> block(p, grid, state, ptx::smem_addr(smem));
+    block.run();
+    merge_if_last<Tile::kThreads>(block.tile, state);
+    __syncthreads();  // shared memory may be written again
   }
 }
 

@@ -2,9 +2,10 @@
 #pragma once
 
 #include "common/launch.h"
+#include "common/launch_slots.h"
 #include "sm80/decode.h"
+#include "sm80/decode_even.cuh"
 #include "sm80/decode_kernel.cuh"
-#include "sm80/decode_merge.cuh"
 #include "sm80/decode_stream.cuh"
 #include "sm80/variant.h"
 
@@ -34,7 +35,7 @@ int resident_blocks(const FwdParams& p) {
 // unit.
 inline int64_t wanted_shares(int64_t units, int num_sms, int resident) {
   constexpr int kFewUnits = 4;
-  const int64_t all = int64_t{num_sms} * resident;
+  const int64_t all = min_of(int64_t{num_sms} * resident, int64_t{kMostShares});
   return min_of(units < kFewUnits * all ? num_sms : all, ceil_div(units, int64_t{2}));
 }
 
@@ -47,6 +48,11 @@ inline bool have_equal_lengths(const FwdParams& p) {
 inline bool have_equal_tiles(const FwdParams& p) {
   return have_equal_lengths(p) && p.window_left >= kUnbounded && p.attention_chunk == 0 &&
          !p.top_left;
+}
+
+inline int arrivals_slot(cudaStream_t stream) {
+  static LaunchSlots slots(kStreamArrivals, kArrivals);
+  return slots.slot_of(stream);
 }
 
 template <class Tile>
@@ -68,7 +74,8 @@ DecodeGrid decode_grid(const FwdParams& p) {
       g.shares = best_shares(places, units, slots);
       g.blocks = ceil_div(p.seqlen_kv, Tile::kBlockKV);
       if (g.shares % places == 0) {
-        g.shares_a_tile = static_cast<int>(g.shares / places);
+        g.shares_a_tile = round_parts(static_cast<int>(g.shares / places));
+        g.shares = static_cast<int>(places) * g.shares_a_tile;
         g.deal = Deal::make_rounds(g.blocks, g.shares_a_tile);
       } else {
         g.deal = Deal::make(static_cast<int>(places * (g.blocks + kTileOverhead)), g.shares);
@@ -83,23 +90,67 @@ inline int64_t decode_tiles(const FwdParams& p, const DecodeGrid& g) {
   return int64_t{g.tiles} * (p.cu_seqlens_q ? 1 : p.batch) * g.heads;
 }
 
-// No share ends within a tile, whatever the device finds.
-inline bool cuts_no_tile(const FwdParams& p, const DecodeGrid& g) {
-  return g.shares_a_tile == 1 || (have_equal_tiles(p) && decode_tiles(p, g) % g.shares == 0);
-}
-
-template <DType kDType>
-void launch_merge(const FwdParams& p, const DecodeGrid& g, cudaStream_t stream) {
-  if (cuts_no_tile(p, g)) return;
-  const int step = max_of(g.shares_a_tile, 1);  // only the first share of a tile can cut it
-  launch_kernel(decode_merge_kernel<kDType>,
-                {dim3(g.shares / step * g.rows), kMergeThreads, /*smem_bytes=*/0}, stream,
-                DecodeMerge::make(p, g));
-}
-
-template <class Tile, DType kDType, auto kKernel>
-void launch_decode_kernel(const FwdParams& p, cudaStream_t stream) {
+// Whether decode_even.cuh serves the call with this tile: all tiles are alike in every way, and
+// each is cut into the same number of parts.
+template <class Tile>
+bool is_even(const FwdParams& p) {
+  constexpr int kMostInGrid = 65535;
+  if (!p.dealt_out || p.block_table || p.cache_batch_idx || p.head_dim != p.head_dim_v)
+    return false;
   const DecodeGrid g = decode_grid<Tile>(p);
+  return g.shares_a_tile > 0 && g.tiles == 1 && g.heads == p.num_heads_kv &&
+         p.batch <= kMostInGrid && g.heads <= kMostInGrid;
+}
+// The same with the tile for calls of fewer tiles than SMs.
+template <class Tile>
+bool is_few(const FwdParams& p) {
+  return p.max_smem_per_block >= Tile::kSmemBytes &&
+         int64_t{p.batch} * p.num_heads_kv < p.num_sms && is_even<Tile>(p);
+}
+
+inline DecodeEven make_even(const FwdParams& p, const DecodeGrid& g, int width) {
+  DecodeEven e;
+  e.q = static_cast<const char*>(p.q);
+  e.k = static_cast<const char*>(p.k);
+  e.v = static_cast<const char*>(p.v);
+  e.out = static_cast<char*>(p.out);
+  e.lse = p.lse;
+  e.q_stride = p.q_stride;
+  e.k_stride = p.k_stride;
+  e.v_stride = p.v_stride;
+  e.out_stride = p.out_stride;
+  e.lse_batch_stride = p.lse_batch_stride;
+  e.lse_head_stride = p.lse_head_stride;
+  e.seqlen_kv = p.seqlen_kv;
+  e.head_dim = p.head_dim;
+  e.diagonal = max_of(p.seqlen_q - 1 - p.window_right, 0);
+  e.group = g.group;
+  e.inverse_group = static_cast<int>(ceil_div(1 << 16, g.group));
+  e.rows = g.rows;
+  e.each = g.deal.each;
+  e.more = g.deal.more;
+  e.softmax_scale = p.softmax_scale;
+  e.counters = g.counters;
+  e.piece_out = g.slots.out;
+  e.piece_lse = g.slots.out + int64_t{g.shares} * g.rows * width;
+  return e;
+}
+template <class Tile, DType kDType>
+void launch_even(const FwdParams& p, cudaStream_t stream) {
+  DecodeGrid g = decode_grid<Tile>(p);
+  g.counters = arrivals_slot(stream);
+  constexpr auto kKernel = decode_even_kernel<Tile, kDType>;
+  static std::atomic<uint64_t> allowed{0};
+  allow_dynamic_smem(kKernel, Tile::kSmemBytes, allowed);
+  launch_kernel(kKernel,
+                {dim3(g.shares_a_tile, g.heads, p.batch), Tile::kThreads, Tile::kSmemBytes}, stream,
+                make_even(p, g, Tile::kHeadDimV));
+}
+
+template <class Tile, auto kKernel>
+void launch_decode_kernel(const FwdParams& p, cudaStream_t stream) {
+  DecodeGrid g = decode_grid<Tile>(p);
+  if (g.shares > 0) g.counters = arrivals_slot(stream);
   const int64_t blocks = g.shares > 0 ? g.shares : decode_tiles(p, g) * p.num_splits;
   if (blocks <= 0) return;
   if (blocks > 0x7fffffff || decode_tiles(p, g) > 0x7fffffff) {
@@ -109,10 +160,25 @@ void launch_decode_kernel(const FwdParams& p, cudaStream_t stream) {
   allow_dynamic_smem(kKernel, Tile::kSmemBytes, allowed);
   launch_kernel(kKernel, {dim3(static_cast<unsigned>(blocks)), Tile::kThreads, Tile::kSmemBytes},
                 stream, p, g);
-  if (g.shares > 0) launch_merge<kDType>(p, g, stream);
 }
 
-// Calls visit(tile, is_stream) for the tile and kernel that serve the call.
+enum class DecodeKind { kEven, kStream, kBlock };
+template <DecodeKind kKind>
+using DecodeKindTag = std::integral_constant<DecodeKind, kKind>;
+
+// Calls visit(tile, kind) for the tile and kernel that serve a plain call of at most 32 rows.
+template <int kHeadDim, bool kLarge, int kRowTiles, class Visit>
+void visit_stream_tile(const FwdParams& p, Visit visit) {
+  using Tile = StreamTile<kHeadDim, kHeadDim, kLarge, kRowTiles>;
+  if constexpr (kLarge && kHeadDim <= 128) {
+    using Few = FewTile<kHeadDim, kRowTiles>;
+    if (is_few<Few>(p)) return visit(Few{}, DecodeKindTag<DecodeKind::kEven>{});
+  }
+  if (is_even<Tile>(p)) return visit(Tile{}, DecodeKindTag<DecodeKind::kEven>{});
+  visit(Tile{}, DecodeKindTag<DecodeKind::kStream>{});
+}
+
+// The same for any call.
 template <int kHeadDim, int kHeadDimV, bool kLarge, class Visit>
 void visit_decode_tile(const FwdParams& p, Visit visit) {
   const int64_t rows = p.seqlen_q * decode_group(p);
@@ -120,15 +186,16 @@ void visit_decode_tile(const FwdParams& p, Visit visit) {
   // result of a sequence must not: there packed rows always take the same tile.
   const bool same_tile = p.split_size > 0 && p.cu_seqlens_q;
   if (!same_tile && is_plain_decode(p)) {
-    if (rows <= 16) return visit(StreamTile<kHeadDim, kHeadDimV, kLarge, 1>{}, std::true_type{});
+    if (rows <= 16) return visit_stream_tile<kHeadDim, kLarge, 1>(p, visit);
     if constexpr (kHeadDimV <= 128) {
-      if (rows <= 32) return visit(StreamTile<kHeadDim, kHeadDimV, kLarge, 2>{}, std::true_type{});
+      if (rows <= 32) return visit_stream_tile<kHeadDim, kLarge, 2>(p, visit);
     }
   }
+  using Block = DecodeKindTag<DecodeKind::kBlock>;
   if (!same_tile && rows <= 16) {
-    return visit(DecodeTile<kHeadDim, kHeadDimV, kLarge, 1>{}, std::false_type{});
+    return visit(DecodeTile<kHeadDim, kHeadDimV, kLarge, 1>{}, Block{});
   }
-  visit(DecodeTile<kHeadDim, kHeadDimV, kLarge, 4>{}, std::false_type{});
+  visit(DecodeTile<kHeadDim, kHeadDimV, kLarge, 4>{}, Block{});
 }
 
 template <int kHeadDim, int kHeadDimV, class Visit>
@@ -159,19 +226,21 @@ template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_decode(const FwdParams& params, cudaStream_t stream) {
   FwdParams p = params;
   p.unaligned = is_unaligned(p) || (p.qv && is_unaligned(p.qv, p.qv_stride));
-  visit_decode_size<kHeadDim, kHeadDimV>(p, [&](auto tile, auto is_stream) {
+  visit_decode_size<kHeadDim, kHeadDimV>(p, [&](auto tile, auto kind) {
     using Tile = decltype(tile);
-    if constexpr (decltype(is_stream)::value) {
-      launch_decode_kernel<Tile, kDType, decode_stream_kernel<Tile, kDType>>(p, stream);
+    if constexpr (kind.value == DecodeKind::kEven) {
+      launch_even<Tile, kDType>(p, stream);
+    } else if constexpr (kind.value == DecodeKind::kStream) {
+      launch_decode_kernel<Tile, decode_stream_kernel<Tile, kDType>>(p, stream);
     } else {
       if constexpr (Tile::kRowWarps > 1) {  // fewer rows are the stream kernel's
         if (is_plain_decode(p)) {
           constexpr auto kPlain = decode_kernel<Tile, kDType, Variant::kPlain>;
-          return launch_decode_kernel<Tile, kDType, kPlain>(p, stream);
+          return launch_decode_kernel<Tile, kPlain>(p, stream);
         }
       }
       constexpr auto kGeneral = decode_kernel<Tile, kDType, Variant::kGeneral>;
-      launch_decode_kernel<Tile, kDType, kGeneral>(p, stream);
+      launch_decode_kernel<Tile, kGeneral>(p, stream);
     }
   });
 }

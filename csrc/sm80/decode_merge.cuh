@@ -1,150 +1,158 @@
-// Puts together the pieces of tiles that several thread blocks share (see decode_work.cuh).
-//
-// One thread block a row of a tile; its warps take every fourth piece and are added in order.
+// Puts together the pieces of a tile that several thread blocks share: in the thread block that is
+// the last to finish one, from the first piece to the last, so that the bits do not depend on which
+// it is.
 #pragma once
 
 #include "common/softmax.cuh"
+#include "ptx/red.h"
 #include "sm80/decode_work.cuh"
 
 namespace flash_cuda::sm80 {
 
-constexpr int kMergeWarps = 4, kMergeThreads = 32 * kMergeWarps;
-constexpr int kMergeAhead = 8;  // pieces of a warp that are loaded before their weights are known
+// Pieces of tiles that have arrived, a counter for each share that has begun one that it left to
+// others. Zero between launches; LaunchSlots says which launch has which.
+constexpr int kMostShares = 512, kStreamArrivals = 256, kArrivals = 1024;
+static __device__ int arrivals[kArrivals][kMostShares];
 
-// One row of a tile that was cut.
-struct MergeRow {
-  const DecodeSlots& slots;
-  const int share, parts, row, warp, lane;
+// All pieces have arrived with the one that the threads of this thread block have stored. `arrived`
+// counts them and is left at zero. Called by all threads.
+__device__ __forceinline__ bool is_last_piece(int* arrived, int parts, bool& shared_answer) {
+  __syncthreads();  // all threads have stored
+  if (threadIdx.x == 0) {
+    const bool last = ptx::add_acq_rel(arrived, 1) == parts - 1;
+    if (last) *arrived = 0;
+    shared_answer = last;
+  }
+  __syncthreads();
+  return shared_answer;
+}
+
+// One row of a tile, by a warp. `Pieces` has parts, lse(row, piece) and width, and from
+// first_column(row) on the floats of the row's pieces, `stride` apart, but the first of them
+// `extra` further on.
+template <class Pieces>
+struct DecodeMerge {
+  static constexpr int kAtOnce = 16;  // pieces that a lane has under way
+
+  const Pieces& pieces;
+  const int row;
+  const int lane = threadIdx.x % 32;
+  float first_lse, largest, total;  // of this lane's first piece, of all
+
+  __device__ __forceinline__ DecodeMerge(const Pieces& p, int r) : pieces(p), row(r) {}
 
   __device__ __forceinline__ float lse(int piece) const {
-    return slots.lse[int64_t{row} * slots.count + DecodeSlots::slot(share, piece)];
+    return piece < pieces.parts ? pieces.lse(row, piece) : -INFINITY;
   }
-  __device__ __forceinline__ float4 columns(int piece, int col) const {
-    const int64_t place = int64_t{DecodeSlots::slot(share, piece)} * slots.block_q + row;
-    return *reinterpret_cast<const float4*>(slots.out + place * slots.width + col);
-  }
-  __device__ __forceinline__ void load_ahead(int col0, int width,
-                                             float4 (&ahead)[kMergeAhead]) const {
-    const int col = col0 + lane * 4;
-#pragma unroll
-    for (int k = 0; k < kMergeAhead; ++k) {
-      const int piece = warp + k * kMergeWarps;
-      ahead[k] =
-          piece < parts && col < width ? columns(piece, col) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-  }
-  // The largest lse (0 if there is none) and the sum of the weights; the same in every lane.
-  __device__ __forceinline__ void weigh(float& largest, float& total) const {
-    largest = -INFINITY;
-    for (int i = lane; i < parts; i += 32) largest = fmaxf(largest, lse(i));
+  __device__ __forceinline__ void weigh() {
+    first_lse = lse(lane);
+    largest = first_lse;
+    for (int i = lane + 32; i < pieces.parts; i += 32) largest = fmaxf(largest, lse(i));
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
     }
     if (largest == -INFINITY) largest = 0.0f;
-    total = 0.0f;
-    for (int i = lane; i < parts; i += 32) total += ptx::ex2((lse(i) - largest) * kLog2e);
+    total = ptx::ex2((first_lse - largest) * kLog2e);
+    for (int i = lane + 32; i < pieces.parts; i += 32) {
+      total += ptx::ex2((lse(i) - largest) * kLog2e);
+    }
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
   }
-  // Adds up this warp's pieces in four columns of each lane.
-  __device__ __forceinline__ float4 sum(int col, float largest,
-                                        const float4 (&ahead)[kMergeAhead]) const {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const auto add = [&](int piece, const float4& v) {
-      const float weight = ptx::ex2((lse(piece) - largest) * kLog2e);
-      sum.x = fmaf(weight, v.x, sum.x);
-      sum.y = fmaf(weight, v.y, sum.y);
-      sum.z = fmaf(weight, v.z, sum.z);
-      sum.w = fmaf(weight, v.w, sum.w);
-    };
+  // The row's lse.
+  __device__ __forceinline__ float merged_lse() const {
+    return total == 0.0f ? -INFINITY : largest + logf(total);
+  }
+  __device__ __forceinline__ void load(int first, int col, float4 (&v)[kAtOnce]) const {
+    const float* from = pieces.first_column(row) + col + int64_t{first} * pieces.stride;
+    const int count = col < pieces.width ? pieces.parts - first : 0;
 #pragma unroll
-    for (int k = 0; k < kMergeAhead; ++k) {
-      if (warp + k * kMergeWarps < parts) add(warp + k * kMergeWarps, ahead[k]);
+    for (int k = 0; k < kAtOnce; ++k) {
+      const float* at = from + (first + k == 0 ? pieces.extra : k * pieces.stride);
+      v[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (k < count) v[k] = __ldcg(reinterpret_cast<const float4*>(at));
     }
-#pragma unroll 4
-    for (int i = warp + kMergeAhead * kMergeWarps; i < parts; i += kMergeWarps)
-      add(i, columns(i, col));
-    return sum;
+  }
+  // Four columns of the row; `v` has been loaded from the first pieces.
+  __device__ __forceinline__ void add_up(int col, float4 (&v)[kAtOnce], float (&sum)[4]) const {
+    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+    float at = first_lse;
+#pragma unroll 1
+    for (int first = 0; first < pieces.parts; first += kAtOnce) {
+      if (first > 0) {
+        load(first, col, v);
+        at = lse(first + lane);
+      }
+      const float weight = ptx::ex2((at - largest) * kLog2e);  // lane i: of piece first + i
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const float w = __shfl_sync(0xffffffffu, weight, k);
+        sum[0] = fmaf(w, v[k].x, sum[0]);
+        sum[1] = fmaf(w, v[k].y, sum[1]);
+        sum[2] = fmaf(w, v[k].z, sum[2]);
+        sum[3] = fmaf(w, v[k].w, sum[3]);
+      }
+    }
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] *= inverse;
+  }
+  // store_lse(lse) by one lane, store(col, four values) by all.
+  template <class StoreLse, class Store>
+  __device__ __forceinline__ void run(StoreLse store_lse, Store store) {
+    float4 v[kAtOnce];
+    load(0, lane * 4, v);  // under way while the weights are found
+    weigh();
+    if (lane == 0) store_lse(merged_lse());
+#pragma unroll 1
+    for (int col = lane * 4; col - lane * 4 < pieces.width; col += 128) {
+      if (col >= 128) load(0, col, v);
+      float sum[4];
+      add_up(col, v, sum);
+      store(col, sum);
+    }
   }
 };
 
-// A block of 128 columns. `out`: of the row's first column.
-template <DType kDType>
-__device__ __forceinline__ void merge_columns(const MergeRow& r, int col0, int width, float largest,
-                                              float inverse, const float4 (&ahead)[kMergeAhead],
-                                              float4 (&partial)[kMergeWarps][32], uint16_t* out) {
-  const int col = col0 + r.lane * 4;
-  if (col < width) partial[r.warp][r.lane] = r.sum(col, largest, ahead);
+// The pieces of a segment's tile in the slots of the workspace.
+struct SlotPieces {
+  const DecodeSlots& slots;
+  const int first_share, parts, width, stride, extra;
+
+  __device__ __forceinline__ SlotPieces(const DecodeSlots& s, int share, int count)
+      : slots(s),
+        first_share(share),
+        parts(count),
+        width(s.width),
+        stride(2 * s.block_q * s.width),
+        extra(s.block_q * s.width) {}
+
+  __device__ __forceinline__ float lse(int row, int piece) const {
+    return __ldcg(slots.lse + int64_t{row} * slots.count + DecodeSlots::slot(first_share, piece));
+  }
+  __device__ __forceinline__ const float* first_column(int row) const {
+    return slots.out + (int64_t{2 * first_share} * slots.block_q + row) * width;
+  }
+};
+
+// Called by all threads of a thread block when they have stored a segment; `rows` is its
+// DecodeTileRows.
+template <int kThreads, class Rows>
+__device__ __forceinline__ void merge_if_last(const Rows& rows, DecodeState& state) {
+  using Target = DecodeSegment::Target;
+  if (rows.segment.target != Target::kSlot) return;
+  const SlotPieces pieces(rows.grid.slots, rows.segment.first_share, rows.segment.parts);
+  int* arrived = &arrivals[rows.grid.counters][pieces.first_share];
+  if (!is_last_piece(arrived, pieces.parts, state.merges)) return;
+  if (threadIdx.x == 0) state.segment.target = Target::kOut;
   __syncthreads();
-  if (r.warp == 0 && col < width) {
-    float4 sum = partial[0][r.lane];
-#pragma unroll
-    for (int w = 1; w < kMergeWarps; ++w) {
-      const float4 v = partial[w][r.lane];
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
-    *reinterpret_cast<uint2*>(out + col) =
-        make_uint2(ptx::pack<kDType>(sum.x * inverse, sum.y * inverse),
-                   ptx::pack<kDType>(sum.z * inverse, sum.w * inverse));
-  }
-  __syncthreads();  // partial may be written again
-}
-
-// All that the merge is told: few bytes, since each line of them costs a short kernel time.
-struct DecodeMerge {
-  DecodeSlots slots;
-  void* out;
-  float* lse;
-  Stride out_stride;
-  int64_t lse_batch_stride, lse_head_stride;
-  const int* cu_seqlens_q;
-  int seqlen_q, head_dim_v, group, heads, tiles, rows, shares_a_tile;
-
-  static DecodeMerge make(const FwdParams& p, const DecodeGrid& g) {
-    return {g.slots,           p.out,          p.lse,      p.out_stride,   p.lse_batch_stride,
-            p.lse_head_stride, p.cu_seqlens_q, p.seqlen_q, p.head_dim_v,   g.group,
-            g.heads,           g.tiles,        g.rows,     g.shares_a_tile};
-  }
-  // The tile that a share has cut. Where all tiles are cut alike, its number says which.
-  __device__ __forceinline__ TileCut cut_of(int share) const {
-    if (shares_a_tile == 0) return slots.cuts[share];
-    const int number = share / shares_a_tile, place = number / heads, batch = place / tiles;
-    return {shares_a_tile, batch, place - batch * tiles, number - place * heads};
-  }
-};
-
-template <DType kDType>
-__global__ void __launch_bounds__(kMergeThreads, 6)
-    decode_merge_kernel(const __grid_constant__ DecodeMerge m) {
-  __shared__ float4 partial[kMergeWarps][32];
-  const int step = blockIdx.x / m.rows, row = blockIdx.x - step * m.rows;
-  const int share = step * max(m.shares_a_tile, 1);
-  const TileCut cut = m.cut_of(share);
-  if (cut.parts == 0) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const MergeRow r{m.slots, share, cut.parts, row, warp, lane};
-  float4 ahead[kMergeAhead];  // under way while the weights are found
-  r.load_ahead(0, m.head_dim_v, ahead);
-  float largest, total;
-  r.weigh(largest, total);
-
-  const int packed_row = cut.block * m.slots.block_q + row, q = packed_row / m.group;
-  const int head = cut.head * m.group + packed_row - q * m.group;
-  const int row0 = m.cu_seqlens_q ? m.cu_seqlens_q[cut.batch] : 0;
-  const int rows = m.cu_seqlens_q ? m.cu_seqlens_q[cut.batch + 1] - row0 : m.seqlen_q;
-  const int batch = m.cu_seqlens_q ? 0 : cut.batch;
-  if (q >= rows) return;
-  uint16_t* out = static_cast<uint16_t*>(m.out) + batch * m.out_stride.batch +
-                  (row0 + static_cast<int64_t>(q)) * m.out_stride.row + head * m.out_stride.head;
-  for (int col0 = 0; col0 < m.head_dim_v; col0 += 128) {
-    if (col0 > 0) r.load_ahead(col0, m.head_dim_v, ahead);
-    merge_columns<kDType>(r, col0, m.head_dim_v, largest, total > 0.0f ? 1.0f / total : 0.0f, ahead,
-                          partial, out);
-  }
-  if (threadIdx.x == 0) {
-    m.lse[batch * m.lse_batch_stride + head * m.lse_head_stride + row0 + q] =
-        total > 0.0f ? largest + logf(total) : -INFINITY;
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < rows.grid.rows; row += kThreads / 32) {
+    const typename Rows::RowPlace place = rows.place_of(row);
+    DecodeMerge<SlotPieces>(pieces, row)
+        .run([&](float lse) { rows.store_lse(row, lse); },
+             [&](int col, const float (&v)[4]) { Rows::store_out(place, col, v); });
   }
 }
 

@@ -1,13 +1,11 @@
-// Tile shapes of the split-KV kernel. docs/tuning.md says what each was
-// measured against.
+// Tile shapes of the split-KV kernel. docs/tuning.md says what each was measured against.
 #pragma once
 
 #include "sm80/fwd_tile.h"
 
 namespace flash_cuda::sm80 {
 
-// kRowWarps warps own 16 rows each; kKeyWarps share the keys of a block among
-// themselves.
+// kRowWarps warps own 16 rows each; kKeyWarps share the keys of a block among themselves.
 template <int kHeadDim_, int kHeadDimV_, int kBlockKV_, int kRowWarps_, int kStages_,
           int kMinBlocks_>
 struct DecodeTileShape {
@@ -31,7 +29,8 @@ struct DecodeTileShape {
   static_assert(kKeyWarps == 1 || kBytesMerge <= kStages * kBytesStage);
 };
 
-// The tile of decode_stream.cuh: kRowTiles times 16 rows, 16 keys a step and warp.
+// The tile of decode_stream.cuh and decode_even.cuh: kRowTiles times 16 rows, 16 keys a step and
+// warp.
 template <int kHeadDim_, int kHeadDimV_, int kRowTiles_, int kWarps_, int kStages_, int kMinBlocks_,
           bool kQueryInRegisters_>
 struct StreamTileShape {
@@ -66,6 +65,13 @@ template <> struct StreamTile<128, 128, false, 1>            : StreamTileShape<1
 template <> struct StreamTile<128, 128, false, 2>            : StreamTileShape<128, 128, 2, 4, 2, 1, false> {};
 template <> struct StreamTile<256, 256, true, 1>             : StreamTileShape<256, 256, 1, 4, 3, 1, false> {};
 template <> struct StreamTile<256, 256, false, 1>            : StreamTileShape<256, 256, 1, 2, 2, 1, false> {};
+// Of decode_even.cuh where there are fewer tiles than SMs and 227 KB of shared memory: one thread
+// block an SM, so that there are fewer pieces to merge.
+template <int kHeadDim, int kRowTiles> struct FewTile;
+template <> struct FewTile<64, 1>                            : StreamTileShape< 64,  64, 1, 8, 5, 1, true> {};
+template <> struct FewTile<64, 2>                            : StreamTileShape< 64,  64, 2, 8, 5, 1, true> {};
+template <> struct FewTile<128, 1>                           : StreamTileShape<128, 128, 1, 8, 3, 1, true> {};
+template <> struct FewTile<128, 2>                           : StreamTileShape<128, 128, 2, 8, 3, 1, false> {};
 // clang-format on
 
 // The tile of decode_kernel.cuh: 16 rows, whose warps share the keys, or 64.

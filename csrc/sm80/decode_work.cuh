@@ -6,7 +6,8 @@
 // line of units, and every thread block of a grid that the device holds at once takes an equal run
 // of it. Lengths are read on the device, so that uneven ones cost nothing and a CUDA graph may be
 // replayed with others. A run holds whole tiles, which are written at once, and at most two that
-// others share; those go to slots of the workspace, and decode_merge.cuh puts them together.
+// others share; those go to slots of the workspace, and the thread block that is the last to finish
+// a piece of a tile puts them together (decode_merge.cuh).
 #pragma once
 
 #include "common/deal.h"
@@ -21,11 +22,6 @@ namespace flash_cuda::sm80 {
 // thread block that goes from one tile to the next loses about the time of so many blocks.
 constexpr int kTileOverhead = 2;
 
-// The tile that a share has begun and left to the shares after it. parts == 0: there is none.
-struct alignas(16) TileCut {
-  int parts, batch, block, head;
-};
-
 // One part of the keys of one tile.
 struct DecodeSegment {
   enum class Target { kOut, kSlot, kPart };
@@ -33,15 +29,15 @@ struct DecodeSegment {
   int begin, end;          // keys, at most; `begin` is where a block of keys starts
   bool first;              // the tile's first keys are here
   Target target;
-  int index;  // of the slot or part
+  int index;               // of the slot or part
+  int first_share, parts;  // of a slot: which share has the tile's first keys, and of how many
 };
 
 // The workspace of a call that is dealt out. Slot 2 c holds what share c has of a tile that an
 // earlier one began, slot 2 c + 1 what it has of the tile that it left to later ones.
 struct DecodeSlots {
-  TileCut* cuts;  // (shares)
-  float* out;     // (slots, block_q, width)
-  float* lse;     // (block_q, slots): the pieces of a row lie side by side
+  float* out;  // (slots, block_q, width)
+  float* lse;  // (block_q, slots): the pieces of a row lie side by side
   int count, block_q, width;
 
   FLASH_CUDA_HOST_DEVICE static DecodeSlots make(void* workspace, int shares, int block_q,
@@ -50,8 +46,7 @@ struct DecodeSlots {
     s.count = 2 * shares;
     s.block_q = block_q;
     s.width = width;
-    s.cuts = static_cast<TileCut*>(workspace);
-    s.out = reinterpret_cast<float*>(s.cuts + shares);
+    s.out = static_cast<float*>(workspace);
     s.lse = s.out + int64_t{s.count} * block_q * width;
     return s;
   }
@@ -60,7 +55,7 @@ struct DecodeSlots {
     return 2 * (share + i) + (i == 0 ? 1 : 0);
   }
   FLASH_CUDA_HOST_DEVICE static size_t bytes(int shares, int block_q, int width) {
-    return shares * sizeof(TileCut) + size_t{2} * shares * block_q * (width + 1) * sizeof(float);
+    return size_t{2} * shares * block_q * (width + 1) * sizeof(float);
   }
 };
 
@@ -75,6 +70,7 @@ struct DecodeGrid {
   int shares_a_tile;  // > 0: so many for each tile, all of one size; 0: as it comes
   Deal deal;          // where `blocks` is known
   DecodeSlots slots;
+  int counters;  // which of the arrivals (decode_merge.cuh) the launch has
 };
 
 // The tile of a number; not valid where packed sequences leave a gap.
@@ -128,7 +124,7 @@ struct DecodeState {
   Deal deal;
   int batch, unit_in_batch;  // of the next unit
   int unit, end;             // in the line
-  TileCut cut;
+  bool merges;               // this thread block puts the segment's tile together
   int scratch[32];
 };
 
@@ -147,7 +143,7 @@ struct DecodeWalk {
     } else if (threadIdx.x == 0) {
       state.unit = 0;
       state.end = 1;
-      if (grid.shares > 0) {
+      if (grid.shares > 0 && grid.shares_a_tile == 0) {
         state.deal = grid.deal;
         state.unit = grid.deal.begin(blockIdx.x);
         state.end = grid.deal.begin(blockIdx.x + 1);
@@ -156,7 +152,6 @@ struct DecodeWalk {
         state.unit_in_batch = state.unit - state.batch * each;
       }
     }
-    if (threadIdx.x == 0) state.cut = {0, 0, 0, 0};
   }
   // False after the last segment. The one before has been read by all threads.
   __device__ __forceinline__ bool next() const {
@@ -164,7 +159,9 @@ struct DecodeWalk {
       __syncwarp();  // thread 0 has written
       DecodeState s = state;
       __syncwarp();  // every lane has read
-      s.more = grid.shares == 0 ? next_part(s) : next_of_share(s);
+      s.more = grid.shares == 0         ? next_part(s)
+               : grid.shares_a_tile > 0 ? next_of_tile(s)
+                                        : next_of_share(s);
       if (threadIdx.x == 0) {
         state.segment = s.segment;
         state.seq = seq_info_or_tail(p, s.more ? s.segment.batch : 0);
@@ -172,7 +169,6 @@ struct DecodeWalk {
         state.batch = s.batch;
         state.unit_in_batch = s.unit_in_batch;
         state.unit = s.unit;
-        state.cut = s.cut;
       }
     }
     __syncthreads();
@@ -242,14 +238,34 @@ struct DecodeWalk {
       const bool whole = s.first && run.last == u.key_blocks;
       s.target = whole ? DecodeSegment::Target::kOut : DecodeSegment::Target::kSlot;
       s.index = 2 * blockIdx.x + (s.first ? 1 : 0);
-      if (s.first && !whole) {
-        const int parts = w.deal.owner(first_unit + u.key_blocks - 1) - blockIdx.x + 1;
-        w.cut = {parts, s.batch, s.block, s.head};
+      if (!whole) {
+        const int unit = first_unit - run.first;  // of the tile's first block of keys
+        s.first_share = w.deal.owner(unit);
+        s.parts = w.deal.owner(unit + u.key_blocks - 1) - s.first_share + 1;
       }
       return true;
     }
-    if (threadIdx.x == 0) grid.slots.cuts[blockIdx.x] = w.cut;
     return false;
+  }
+  // The only segment of this thread block where all tiles are cut alike.
+  __device__ __forceinline__ bool next_of_tile(DecodeState& w) const {
+    if (w.unit >= w.end) return false;
+    ++w.unit;
+    DecodeSegment& s = w.segment;
+    const int parts = grid.shares_a_tile, number = blockIdx.x / parts;
+    const int part = blockIdx.x - number * parts, place = number / grid.heads;
+    s.batch = place / grid.tiles;
+    s.block = place - s.batch * grid.tiles;
+    s.head = number - place * grid.heads;
+    const int begin = part * grid.deal.each + min(part, grid.deal.more);
+    s.begin = begin * kBlockKV;
+    s.end = (begin + grid.deal.each + (part < grid.deal.more ? 1 : 0)) * kBlockKV;
+    s.first = part == 0;
+    s.target = parts == 1 ? DecodeSegment::Target::kOut : DecodeSegment::Target::kSlot;
+    s.index = 2 * blockIdx.x + (s.first ? 1 : 0);
+    s.first_share = blockIdx.x - part;
+    s.parts = parts;
+    return true;
   }
   // The only segment of this thread block where the caller has said how to cut.
   __device__ __forceinline__ bool next_part(DecodeState& w) const {

@@ -97,6 +97,8 @@ void test_shares() {
   EXPECT(best_shares(1024, 32768, 264) == 256);  // 4 whole tiles each
   EXPECT(best_shares(200, 20000, 264) == 264);   // 200 would leave too much idle
   EXPECT(best_shares(0, 0, 264) == 1);
+  EXPECT(round_parts(1) == 1 && round_parts(16) == 16 && round_parts(33) == 32);
+  EXPECT(round_parts(15) == 15 && round_parts(44) == 44 && round_parts(132) == 128);
   for (int64_t tiles : {1, 3, 4, 7, 100, 131, 263, 264, 265, 5000}) {
     for (int64_t blocks : {1, 2, 17, 512}) {
       const int shares = best_shares(tiles, tiles * blocks, 264);
