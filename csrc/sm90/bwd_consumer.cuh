@@ -239,18 +239,26 @@ struct BwdConsumer {
     }
   }
 
-  // Hands dQ to the store warp: 16 bytes a thread and column group, in accumulator order.
-  __device__ void stage_dq(const float (&dq)[kDqCols / 2]) {
-    ptx::named_barrier_sync(kDqEmpty + warpgroup, 160);
+  // The staging buffer is filled together with the other warpgroup, and emptied by the store warps
+  // in turns. A task fills it once a step and twice at the end, so that the stage of Q tells whose
+  // turn it is.
+  __device__ void wait_out_empty() const { ptx::named_barrier_sync(kOutEmpty + warpgroup, 160); }
+  __device__ static void hand_out(int stage) {
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_arrive(kOutFull + stage, 288);
+  }
+
+  // Hands dQ to a store warp: 16 bytes a thread and column group, in accumulator order.
+  __device__ void stage_dq(const float (&dq)[kDqCols / 2], int stage) {
+    wait_out_empty();
     float4* staging =
-        reinterpret_cast<float4*>(smem_ptr + Smem::kDq + warpgroup * (Smem::kDqBytes / 2));
+        reinterpret_cast<float4*>(smem_ptr + Smem::kOut + warpgroup * (Smem::kDqBytes / 2));
 #pragma unroll
     for (int i = 0; i < kDqCols / 8; ++i) {
       staging[i * 128 + thread] =
           make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
-    ptx::fence_proxy_async_shared();
-    ptx::named_barrier_arrive(kDqFull + warpgroup, 160);
+    hand_out(stage);
   }
 
   // Adds slices of P^T dO to dV.
@@ -352,8 +360,7 @@ struct BwdConsumer {
     ptx::wgmma_wait_group<1>();  // dV has taken dO
     ptx::pin(dv);
     pin_operand(p16);
-    __syncwarp();
-    if (lane() == 0) ptx::mbarrier_arrive(bars.dout_empty(stage));
+    ptx::mbarrier_arrive(bars.dout_empty(stage));
     ptx::pin(dk);
     pin_operand(ds16);
     ptx::wgmma_fence();
@@ -361,12 +368,11 @@ struct BwdConsumer {
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     ptx::pin(dq);
-    stage_dq(dq);
+    stage_dq(dq, stage);
     ptx::wgmma_wait_group<0>();  // dK has taken Q
     ptx::pin(dk);
     pin_operand(ds16);
-    __syncwarp();
-    if (lane() == 0) ptx::mbarrier_arrive(bars.q_empty(stage));
+    ptx::mbarrier_arrive(bars.q_empty(stage));
   }
 
   // The loop's own values stay in registers: a read of the task in it would wait behind the GEMMs.
@@ -380,12 +386,12 @@ struct BwdConsumer {
     }
   }
 
-  // Hands 64 rows of dK or dV to the store warp, in panels of 64 columns.
-  __device__ void stage_out(float (&acc)[kOut], float scale) {
+  // Hands 64 rows of dK or dV to a store warp, in panels of 64 columns.
+  __device__ void stage_out(float (&acc)[kOut], float scale, int stage) {
     static_assert(64 * kHeadDim * 2 <= Smem::kDqBytes / 2);
-    ptx::named_barrier_sync(kDqEmpty + warpgroup, 160);
+    wait_out_empty();
     const int row = warp() * 16 + lane() % 16;
-    const uint32_t base = smem + Smem::kDq + warpgroup * (Smem::kDqBytes / 2) + row * 128;
+    const uint32_t base = smem + Smem::kOut + warpgroup * (Smem::kDqBytes / 2) + row * 128;
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
       const int chunk = (c % 4) * 2 + lane() / 16;
@@ -396,8 +402,7 @@ struct BwdConsumer {
                         ptx::pack<kDType>(a[4] * scale, a[5] * scale),
                         ptx::pack<kDType>(a[6] * scale, a[7] * scale)});
     }
-    ptx::fence_proxy_async_shared();
-    ptx::named_barrier_arrive(kDqFull + warpgroup, 160);
+    hand_out(stage);
   }
 
   __device__ void run() {
@@ -414,15 +419,13 @@ struct BwdConsumer {
         ptx::mbarrier_wait(bars.kv_full(), kv_phase);
         accumulate(task, rows);
         kv_phase ^= 1;
-        __syncwarp();
-        if (lane() == 0) ptx::mbarrier_arrive(bars.kv_empty());
+        ptx::mbarrier_arrive(bars.kv_empty());
       }
-      __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
-      if (args.params.dv) stage_out(dv, 1.0f);
-      if (args.params.dk) stage_out(dk, args.params.fwd.softmax_scale);
+      ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
+      stage_out(dv, 1.0f, rows.slot);
+      stage_out(dk, args.params.fwd.softmax_scale, rows.slot ^ 1);
     }
-    ptx::named_barrier_sync(kDqEmpty + warpgroup, 160);  // the store warp's last arrival
+    wait_out_empty();  // the store warps' last arrival
   }
 };
 

@@ -9,9 +9,9 @@
 // Thread blocks are persistent: while the store warps write dV and dK of a task, the operands of
 // the next one are loaded and its first GEMMs run.
 //
-// Warpgroup 0: warp 0 loads (TMA), warps 1 and 2 add dQ to the float32 workspace (bulk reduce) and
-// store dV and dK, warp 3 draws tasks and zeroes rows behind a sequence. Warpgroups 1 and 2: 64
-// keys each, and one half of dQ each.
+// Warpgroup 0: warp 0 loads (TMA), warps 1 and 2 in turns add dQ to the float32 workspace (bulk
+// reduce) and store dV and dK, warp 3 draws tasks and zeroes rows behind a sequence. Warpgroups 1
+// and 2: 64 keys each, and one half of dQ each.
 //
 // Two things order the loop (docs/kernels/sm90_bwd.md has the timeline): lse is in registers before
 // the score GEMMs are issued, because shared-memory reads starve behind them, and the accumulators
@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (warp == 0) {
       if (threadIdx.x == 0) bwd_load<Tile>(args, maps, smem, smem_ptr);
     } else if (warp <= 2) {
-      BwdStore<Tile>{args, smem_ptr + Smem::kDq + (warp - 1) * (Smem::kDqBytes / 2), warp - 1}.run(
-          maps, smem, smem_ptr);
+      BwdStore<Tile>{args, smem, smem_ptr, warp - 1}.run(maps);
     } else {
       bwd_draw<Tile>(args, smem, smem_ptr);
     }

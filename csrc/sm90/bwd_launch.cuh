@@ -1,6 +1,8 @@
 // Grid, tensor maps and the chain of kernels of one backward call.
 #pragma once
 
+#include <cmath>
+
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "sm90/bwd.h"
@@ -20,17 +22,50 @@ inline CUtensorMap bwd_map(const void* base, Stride stride, int64_t head_dim, in
                          dtype);
 }
 
+template <class Tile>
+int bwd_kv_blocks(const FwdParams& p) {
+  return p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
+                        : ceil_div(p.seqlen_kv, Tile::kBlockKV);
+}
+
+// To how many tasks ("parts") the query heads of a KV head are dealt out. Each has gradients of K
+// and V of its own, to be summed: so as few as keep all thread blocks busy. Tasks of unequal length
+// (under a mask the longest is about twice the mean) need two a block to even out, twice as many
+// rounds in deterministic mode, where the longest come last; and they drift apart, so that more
+// than four heads of Q and dO would leave the L2 cache between two of them.
+template <class Tile>
+int group_splits(const BwdParams& params) {
+  const FwdParams& p = params.fwd;
+  const int group = p.num_heads_q / p.num_heads_kv;
+  const int64_t tasks =
+      int64_t(bwd_kv_blocks<Tile>(p)) * p.num_heads_kv * (p.cu_seqlens_k ? 1 : p.batch);
+  const bool uneven = p.window_right != kUnbounded || p.cu_seqlens_k;
+  const double rounds = !uneven ? 1.0 : params.deterministic ? 8.0 : 2.0;
+  double best = 0.0;
+  int splits = 1;
+  for (int s = 1; s <= group; ++s) {
+    if (group % s != 0 || (uneven && group > 4 * s)) continue;
+    const double waves = double(tasks) * s / p.num_sms;
+    const double busy = uneven ? std::fmin(waves / rounds, 1.0) : waves / std::ceil(waves);
+    if (busy > 1.1 * best) {
+      best = busy;
+      splits = s;
+    }
+  }
+  return splits;
+}
+
 // Heads that walk their rows together, the first KV block of all, then the second, so that under a
 // causal mask long blocks start first. What the running blocks read and add to has to stay in the
 // L2 cache: dense, as many heads as fit the card at once; packed, as many as keep Q and dO in half
 // of the cache.
-inline int heads_per_section(const FwdParams& p, int heads, int kv_blocks) {
+inline int heads_per_section(const FwdParams& p, int heads, int kv_blocks, int splits = 1) {
   if (!p.cu_seqlens_q && !p.cu_seqlens_k) {
     return min_of(heads, max_of(p.num_sms / max_of(kv_blocks, 1), 1));
   }
   constexpr int64_t kL2Budget = 34 << 20;
   const int64_t group_bytes =
-      int64_t(p.seqlen_q) * p.head_dim * 4 * (p.num_heads_q / p.num_heads_kv);
+      int64_t(p.seqlen_q) * p.head_dim * 4 * (p.num_heads_q / (p.num_heads_kv * splits));
   int section = 1;
   while (section * 2 <= heads && section * 2 * group_bytes <= kL2Budget) section *= 2;
   return section;
@@ -82,8 +117,22 @@ inline bool bwd_is_general(const FwdParams& p) {
   return p.softcap != 0.0f || p.alibi_slopes || p.bias;
 }
 
+// Where the main kernel writes dK and dV: the parts, if there are any.
+inline void redirect_to_parts(BwdArgs& args) {
+  const FwdParams& p = args.params.fwd;
+  const int64_t parts = args.parts;
+  const auto redirect = [&](void*& out, Stride& stride, void* to, int head_dim) {
+    if (!out) return;
+    out = to;
+    stride = {p.seqlen_kv * parts * head_dim, parts * head_dim, head_dim};
+  };
+  redirect(args.params.dk, args.params.dk_stride, args.work.dk_parts, p.head_dim);
+  redirect(args.params.dv, args.params.dv_stride, args.work.dv_parts, p.head_dim_v);
+}
+
 template <class Tile>
-BwdMaps bwd_maps(const BwdParams& params) {
+BwdMaps bwd_maps(const BwdArgs& args) {
+  const BwdParams& params = args.params;
   const FwdParams& p = params.fwd;
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
   const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
@@ -91,17 +140,19 @@ BwdMaps bwd_maps(const BwdParams& params) {
   const auto of_q = [&](const void* base, const Stride& stride, int columns) {
     return bwd_map(base, stride, columns, rows_q, p.num_heads_q, batch_q, Tile::kBlockQ, p.dtype);
   };
-  const auto of_kv = [&](const void* base, const Stride& stride, int columns, int box_rows) {
-    return bwd_map(base, stride, columns, rows_kv, p.num_heads_kv, batch_kv, box_rows, p.dtype);
+  const auto of_kv = [&](const void* base, const Stride& stride, int columns, int heads,
+                         int box_rows) {
+    return bwd_map(base, stride, columns, rows_kv, heads, batch_kv, box_rows, p.dtype);
   };
   constexpr int kOutRows = Tile::kBlockKV / Tile::kConsumerWarpgroups;
   BwdMaps maps{};
   maps.q = of_q(p.q, p.q_stride, p.head_dim);
   maps.dout = of_q(params.dout, params.dout_stride, p.head_dim_v);
-  maps.k = of_kv(p.k, p.k_stride, p.head_dim, Tile::kBlockKV);
-  maps.v = of_kv(p.v, p.v_stride, p.head_dim_v, Tile::kBlockKV);
-  if (params.dk) maps.dk = of_kv(params.dk, params.dk_stride, p.head_dim, kOutRows);
-  if (params.dv) maps.dv = of_kv(params.dv, params.dv_stride, p.head_dim_v, kOutRows);
+  const int heads = p.num_heads_kv, parts = args.parts;
+  maps.k = of_kv(p.k, p.k_stride, p.head_dim, heads, Tile::kBlockKV);
+  maps.v = of_kv(p.v, p.v_stride, p.head_dim_v, heads, Tile::kBlockKV);
+  if (params.dk) maps.dk = of_kv(params.dk, params.dk_stride, p.head_dim, parts, kOutRows);
+  if (params.dv) maps.dv = of_kv(params.dv, params.dv_stride, p.head_dim_v, parts, kOutRows);
   return maps;
 }
 
@@ -119,12 +170,14 @@ void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) 
 
 // What all kernels of a call are told. `units`: thread blocks, or clusters of them, at a time.
 template <class Tile>
-BwdArgs bwd_args(const BwdParams& params, int units) {
+BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
   const FwdParams& p = params.fwd;
   BwdArgs args{};
   args.params = params;
   args.params.fwd.num_sms = units;
-  args.work.assign(params.workspace, params, Tile::kBlockQ, Tile::kHeadDim);
+  args.splits = splits;
+  args.parts = p.num_heads_kv * splits;
+  args.work.assign(params.workspace, params, Tile::kBlockQ, Tile::kHeadDim, splits);
   constexpr float kLog2E = 1.4426950408889634f;
   args.scale_log2 = p.softmax_scale * kLog2E;
   if (p.softcap != 0.0f) {
@@ -135,13 +188,20 @@ BwdArgs bwd_args(const BwdParams& params, int units) {
     args.scale_log2 = kLog2E;
   }
   args.masked_score = args.scale_log2 < 0.0f ? INFINITY : -INFINITY;
-  args.kv_blocks = p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
-                                  : ceil_div(p.seqlen_kv, Tile::kBlockKV);
-  args.sections_of = p.cu_seqlens_k ? p.num_heads_kv : p.batch * p.num_heads_kv;
-  args.heads_per_section = heads_per_section(args.params.fwd, args.sections_of, args.kv_blocks);
-  // Deterministic mode goes from high keys to low: the KV blocks of a head one after the other, so
-  // that a block does not wait long for the one on its diagonal.
-  if (params.deterministic && p.window_right != kUnbounded) args.heads_per_section = 1;
+  args.kv_blocks = bwd_kv_blocks<Tile>(p);
+  args.sections_of = (p.cu_seqlens_k ? 1 : p.batch) * args.parts;
+  args.heads_per_section =
+      heads_per_section(args.params.fwd, args.sections_of, args.kv_blocks, splits);
+  // Deterministic mode goes from high keys to low. Where a step is long beside the time that a turn
+  // takes to pass on, the KV blocks of a head follow each other closely; short rows of head dim 64
+  // wait less where blocks of other heads come in between.
+  if (params.deterministic && Tile::kHeadDim > 128 && p.window_right != kUnbounded) {
+    args.heads_per_section = 1;
+  } else if (params.deterministic && Tile::kHeadDim == 64) {
+    args.heads_per_section = min_of(2 * args.heads_per_section, args.sections_of);
+  }
+  // A task that is drawn and not begun keeps others waiting.
+  args.draw_at = params.deterministic ? 2 : 4;
   args.num_tasks = args.kv_blocks * args.sections_of;
   args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
   args.sections_ahead = any_gemm(args) ? sections_ahead(args) : 0;
@@ -171,20 +231,30 @@ void launch_passes(BwdArgs& args, const BwdParams& params, cudaStream_t stream,
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using Tile = BwdTile<kHeadDim>;
-  BwdArgs args = bwd_args<Tile>(params, params.fwd.num_sms);
-  const BwdMaps maps = bwd_maps<Tile>(params);
+  const int num_sms = params.fwd.num_sms;
+  BwdArgs args = bwd_args<Tile>(params, num_sms, group_splits<Tile>(params));
   launch_passes<Tile, kDType>(args, params, stream, [&] {
+    BwdArgs main_args = args;
+    if (args.splits > 1) redirect_to_parts(main_args);
+    const BwdMaps maps = bwd_maps<Tile>(main_args);
     if (bwd_is_general(params.fwd)) {
-      launch_main<Tile, kDType, true>(maps, args, stream);
+      launch_main<Tile, kDType, true>(maps, main_args, stream);
     } else {
-      launch_main<Tile, kDType, false>(maps, args, stream);
+      launch_main<Tile, kDType, false>(maps, main_args, stream);
+    }
+    if (args.splits > 1) {
+      LaunchShape shape{dim3(static_cast<unsigned>(4 * num_sms)), kPassThreads, 0};
+      shape.after_dependency = true;
+      launch_kernel(bwd_parts_kernel<kDType>, shape, stream, args);
     }
   });
 }
 
 template <int kHeadDim>
 size_t bwd_workspace_bytes(const BwdParams& params) {
-  return BwdWorkspace{}.assign(nullptr, params, BwdTile<kHeadDim>::kBlockQ, kHeadDim);
+  using Tile = BwdTile<kHeadDim>;
+  return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, kHeadDim,
+                               group_splits<Tile>(params));
 }
 
 }  // namespace flash_cuda::sm90

@@ -32,6 +32,10 @@ __device__ __forceinline__ RowBlock row_block(const FwdParams& p, int64_t index)
   return {seq_info(p, b), block * Tile::kBlockQ};
 }
 
+// Row blocks backwards: what the pre-pass reads last is what the main kernel wants first, and what
+// that adds to last is what the post-pass wants first, while it is in the L2 cache.
+__device__ __forceinline__ unsigned last_first() { return gridDim.x - 1 - blockIdx.x; }
+
 // Zeroes the rows [begin, end) of a packed gradient; blocks take turns.
 __device__ __forceinline__ void zero_rows(void* out, Stride stride, int64_t begin, int64_t end,
                                           int heads, int head_dim) {
@@ -72,8 +76,9 @@ __global__ void __launch_bounds__(kPassThreads)
   const FwdParams& p = params.fwd;
   ptx::griddep_launch_dependents();
 
-  const int64_t index = blockIdx.x / p.num_heads_q;
-  const int head = blockIdx.x % p.num_heads_q;
+  const unsigned number = last_first();
+  const int64_t index = number / p.num_heads_q;
+  const int head = number % p.num_heads_q;
   const RowBlock block = row_block<Tile>(p, index);
   const SeqInfo& s = block.seq;
   const int lane = threadIdx.x % kLanes;
@@ -160,8 +165,9 @@ __global__ void __launch_bounds__(kPassThreads)
   constexpr int kGroups = (kSplitRows ? Tile::kHeadDim : Tile::kHeadDim / 2) / 8;
   const BwdParams& params = args.params;
   const FwdParams& p = params.fwd;
-  const int64_t index = blockIdx.x / p.num_heads_q;
-  const int head = blockIdx.x % p.num_heads_q;
+  const unsigned number = last_first();
+  const int64_t index = number / p.num_heads_q;
+  const int head = number % p.num_heads_q;
   const RowBlock block = row_block<Tile>(p, index);
   const SeqInfo& s = block.seq;
   ptx::griddep_wait();
@@ -193,6 +199,48 @@ __global__ void __launch_bounds__(kPassThreads)
           make_uint4(rows[r][0], rows[r][1], rows[r][2], rows[r][3]);
     }
   }
+}
+
+// dK and dV where the query heads of a KV head were dealt out: the sums of their parts, eight
+// columns a thread.
+template <DType kDType>
+__device__ __forceinline__ void sum_parts(const BwdArgs& args, const void* parts, void* out,
+                                          const Stride& stride, int head_dim) {
+  const FwdParams& p = args.params.fwd;
+  if (!out) return;
+  const int chunks = head_dim / 8;
+  const int64_t rows = p.cu_seqlens_k ? p.cu_seqlens_k[p.batch] : int64_t(p.batch) * p.seqlen_kv;
+  const int64_t all = rows * p.num_heads_kv * chunks, stride_i = int64_t(gridDim.x) * kPassThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kPassThreads + threadIdx.x; i < all; i += stride_i) {
+    const int64_t vector = i / chunks, row = vector / p.num_heads_kv;
+    const int chunk = static_cast<int>(i - vector * chunks);
+    const uint4* from = static_cast<const uint4*>(parts) + vector * args.splits * chunks + chunk;
+    float sum[8] = {};
+    for (int s = 0; s < args.splits; ++s) {
+      const uint4 v = from[int64_t(s) * chunks];
+      const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 pair = ptx::unpack<kDType>(pairs[e]);
+        sum[2 * e] += pair.x;
+        sum[2 * e + 1] += pair.y;
+      }
+    }
+    const int64_t b = p.cu_seqlens_k ? 0 : row / p.seqlen_kv, head = vector - row * p.num_heads_kv;
+    *reinterpret_cast<uint4*>(
+        static_cast<char*>(out) + chunk * 16 +
+        2 * (b * stride.batch + (row - b * p.seqlen_kv) * stride.row + head * stride.head)) =
+        make_uint4(ptx::pack<kDType>(sum[0], sum[1]), ptx::pack<kDType>(sum[2], sum[3]),
+                   ptx::pack<kDType>(sum[4], sum[5]), ptx::pack<kDType>(sum[6], sum[7]));
+  }
+}
+template <DType kDType>
+__global__ void __launch_bounds__(kPassThreads)
+    bwd_parts_kernel(const __grid_constant__ BwdArgs args) {
+  const BwdParams& params = args.params;
+  ptx::griddep_wait();
+  sum_parts<kDType>(args, args.work.dk_parts, params.dk, params.dk_stride, params.fwd.head_dim);
+  sum_parts<kDType>(args, args.work.dv_parts, params.dv, params.dv_stride, params.fwd.head_dim_v);
 }
 
 // dsink[head] = -sum over rows of exp(sink - lse) * delta. One block a head, a fixed order.

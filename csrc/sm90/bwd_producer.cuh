@@ -46,10 +46,6 @@ __device__ __forceinline__ void bwd_load_rows(const CUtensorMap& map, const floa
   ptx::bulk_load(values, row_values, Smem::kRowBytes, bar);
 }
 
-// The next task is drawn when so many steps of one are still to be loaded: early enough to load K
-// and V without a gap, late enough that no task waits long for a block that is busy.
-constexpr int kDrawAt = 4;
-
 // One thread: Q, dO, lse2 and delta of every step of a task.
 template <class Tile>
 __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMaps& maps,
@@ -59,7 +55,7 @@ __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMap
   const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
   const int q_row0 = task.q_row0, batch = task.q_batch, head0 = task.first_q_head();
   const int base = task.row_block_base, tail_q0 = task.first_tail_q0();
-  const int draw_at = min_of(task.num_steps(), kDrawAt);
+  const int draw_at = min_of(task.num_steps(), args.draw_at);
 #pragma unroll 1
   for (BwdSteps at(task); at.left > 0; at.next()) {
     const int head = head0 + at.group, q0 = at.q_block * Tile::kBlockQ, stage = ring.slot;
@@ -181,10 +177,10 @@ __device__ __forceinline__ void bwd_zero_sums(const BwdArgs& args, const BwdTask
   ptx::add_release(args.work.zeroed + section, 1);
 }
 
-// Warp 3: draws tasks, the next one shortly before the end of one, and zeroes sums. Tasks are drawn
-// in order also at first, so that whatever a task waits for in deterministic mode is running or
-// done. There the next one is drawn at the end: others would wait for a task that is drawn and not
-// begun.
+// Warp 3: draws tasks, the next one shortly before the end of one, early enough to load K and V
+// without a gap, late enough that no task waits long for a block that is busy; and zeroes sums.
+// Tasks are drawn in order also at first, so that whatever a task waits for in deterministic mode
+// is running or done, or waits only for such.
 template <class Tile>
 __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uint8_t* smem_ptr) {
   using Smem = BwdSmem<Tile>;
@@ -202,9 +198,6 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
     if (lane == 0) {
       ptx::mbarrier_wait(bars.near_end(), tasks.slot ^ 1);
       ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
-      if (args.params.deterministic) {
-        ptx::mbarrier_wait(bars.task_empty(tasks.slot ^ 1), tasks.phase ^ (tasks.slot == 0));
-      }
       do {
         const int index = atomicAdd(args.work.next_task, 1);
         task.none = index >= args.num_tasks;
@@ -220,90 +213,109 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
   }
 }
 
-// What warps 1 and 2 do with the staging buffer of their warpgroup: dQ is added to the workspace,
-// then dV and dK are stored.
+// Warps 1 and 2 empty the staging buffer in turns: every block of dQ is added to the workspace, and
+// at the end of a task dV and dK are stored. So each has the time of two steps for a block, which
+// deterministic mode needs.
 template <class Tile>
 struct BwdStore {
   using Smem = BwdSmem<Tile>;
-  static constexpr int kHalf = Tile::kBlockQ * Tile::kHeadDim / 2;  // floats
-  static constexpr int kRows = Tile::kBlockKV / 2;
+  static constexpr int kDqFloats = Tile::kBlockQ * Tile::kHeadDim;
+  static constexpr int kRows = Tile::kBlockKV / 2;  // of a warpgroup's dV or dK
   const BwdArgs& args;
-  uint8_t* const staging;
-  const int half;
+  const uint32_t smem;
+  uint8_t* const smem_ptr;
+  const int me;  // 0 or 1
+  int turn = 0;  // whose it is
   __device__ static bool leader() { return threadIdx.x % 32 == 0; }
-  __device__ uint32_t address() const { return ptx::smem_addr(staging); }
+  __device__ bool my_turn() {
+    turn ^= 1;
+    return turn != me;
+  }
+  __device__ void wait_full() const { ptx::named_barrier_sync(kOutFull + me, 288); }
+  // Lets the consumers rewrite the buffer, once the copy engine has read it.
+  __device__ void hand_back() const {
+    if (leader()) ptx::bulk_wait_group_read<0>();
+    __syncwarp();
+    for (int half = 0; half < 2; ++half) ptx::named_barrier_arrive(kOutEmpty + half, 160);
+  }
 
   __device__ void add_dq(const BwdTask<Tile>& task) {
     const int head0 = task.first_q_head(), base = task.row_block_base;
     if (leader()) wait_zeroed(args, task.section);
 #pragma unroll 1
     for (BwdSteps at(task); at.left > 0; at.next()) {
-      const int64_t part =
-          2 * ((head0 + at.group) * args.work.row_blocks + base + at.q_block) + half;
-      ptx::named_barrier_sync(kDqFull + half, 160);
+      if (!my_turn()) continue;
+      const int64_t block = (head0 + at.group) * args.work.row_blocks + base + at.q_block;
+      int* const dq_turn = args.work.dq_turn ? args.work.dq_turn + block : nullptr;
+      wait_full();
       if (leader()) {
-        if (args.work.dq_turn) wait_for_turn(args.work.dq_turn + part, task.turn(at.q_block));
-        ptx::bulk_reduce_add_f32(args.work.dq + part * kHalf, address(), kHalf * 4,
-                                 ptx::kEvictLast);
+        if (dq_turn) wait_for_turn(dq_turn, task.turn(at.q_block));
+        ptx::bulk_reduce_add_f32(args.work.dq + block * kDqFloats, smem + Smem::kOut,
+                                 Smem::kDqBytes, ptx::kEvictLast);
         ptx::bulk_commit_group();
-        ptx::bulk_wait_group_read<0>();
+      }
+      hand_back();
+      if (leader() && dq_turn) {
+        ptx::bulk_wait_group<0>();
+        pass_turn(dq_turn, task.turn(at.q_block));
       }
       __syncwarp();
-      ptx::named_barrier_arrive(kDqEmpty + half, 160);
-      if (leader() && args.work.dq_turn) {
-        // The consumers need not wait until the sums have arrived.
-        ptx::bulk_wait_group<0>();
-        pass_turn(args.work.dq_turn + part, task.turn(at.q_block));
-      }
     }
   }
 
-  // The warpgroup's 64 rows. The copy engine stops at the end of the tensor, but not at the end of
-  // a packed sequence; there the warp stores the rows itself.
+  // The rows of both warpgroups, in panels of 64 columns. The copy engine stops at the end of the
+  // tensor, but not at the end of a packed sequence; there the warp stores the rows itself.
   __device__ void store_out(const CUtensorMap& map, void* out, Stride stride, int head_dim,
                             const BwdTask<Tile>& task) {
-    ptx::named_barrier_sync(kDqFull + half, 160);
-    const int first = task.kv0 + half * kRows, rows = task.kv_slot_end - first;
-    if (rows >= kRows || !args.params.fwd.cu_seqlens_k) {
-      if (leader()) {
+    if (!my_turn()) return;
+    wait_full();
+    if (out) {
+      for (int half = 0; half < 2; ++half) {
+        const int first = task.kv0 + half * kRows, rows = task.kv_slot_end - first;
+        const int from = Smem::kOut + half * (Smem::kDqBytes / 2);
+        if (rows >= kRows || !args.params.fwd.cu_seqlens_k) {
+          if (leader()) {
 #pragma unroll
-        for (int p = 0; p < Tile::kHeadDim / 64; ++p) {
-          ptx::tma_store_4d(&map, address() + p * kRows * 128, p * 64, task.kv_row0 + first,
-                            task.kv_head, task.kv_batch);
+            for (int p = 0; p < Tile::kHeadDim / 64; ++p) {
+              ptx::tma_store_4d(&map, smem + from + p * kRows * 128, p * 64, task.kv_row0 + first,
+                                task.part, task.kv_batch);
+            }
+            ptx::bulk_commit_group();
+          }
+        } else {
+          char* const to = static_cast<char*>(out) +
+                           2 * (task.part * stride.head + (task.kv_row0 + first) * stride.row);
+          store_rows(to, stride.row, smem_ptr + from, rows, head_dim / 8);
         }
-        ptx::bulk_commit_group();
-        ptx::bulk_wait_group_read<0>();
-      }
-    } else {
-      const int chunks = head_dim / 8;
-      char* const base = static_cast<char*>(out) +
-                         2 * (task.kv_head * stride.head + (task.kv_row0 + first) * stride.row);
-#pragma unroll 1
-      for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
-        const int row = i / chunks, chunk = i - row * chunks;
-        *reinterpret_cast<uint4*>(base + 2 * row * stride.row + chunk * 16) =
-            *reinterpret_cast<const uint4*>(staging + (chunk / 8) * kRows * 128 + row * 128 +
-                                            (((chunk % 8) ^ (row & 7)) << 4));
       }
     }
-    __syncwarp();
-    ptx::named_barrier_arrive(kDqEmpty + half, 160);
+    hand_back();
   }
 
-  __device__ void run(const BwdMaps& maps, uint32_t smem, uint8_t* smem_ptr) {
+  __device__ static void store_rows(char* out, int64_t stride, const uint8_t* from, int rows,
+                                    int chunks) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
+      const int row = i / chunks, chunk = i - row * chunks;
+      *reinterpret_cast<uint4*>(out + 2 * row * stride + chunk * 16) =
+          *reinterpret_cast<const uint4*>(from + (chunk / 8) * kRows * 128 + row * 128 +
+                                          (((chunk % 8) ^ (row & 7)) << 4));
+    }
+  }
+
+  __device__ void run(const BwdMaps& maps) {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     const BwdParams& p = args.params;
     ptx::griddep_wait();  // the pre-pass zeroes the sums
-    ptx::named_barrier_arrive(kDqEmpty + half, 160);
+    ptx::named_barrier_arrive(kOutEmpty + me, 160);
     for (RingPlace tasks;; tasks.next()) {
       ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
       const BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
       if (task.none) return;
       add_dq(task);
-      if (p.dv) store_out(maps.dv, p.dv, p.dv_stride, p.fwd.head_dim_v, task);
-      if (p.dk) store_out(maps.dk, p.dk, p.dk_stride, p.fwd.head_dim, task);
-      __syncwarp();
-      if (leader()) ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
+      store_out(maps.dv, p.dv, p.dv_stride, p.fwd.head_dim_v, task);
+      store_out(maps.dk, p.dk, p.dk_stride, p.fwd.head_dim, task);
+      ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
     }
   }
 };

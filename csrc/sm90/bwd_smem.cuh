@@ -18,9 +18,9 @@ struct BwdSmem {
   static constexpr int kK = 0, kV = kK + kKvBytes;
   static constexpr int kQ = kV + kKvBytes, kDout = kQ + Tile::kStages * kQBytes;
   static constexpr int kDs = kDout + Tile::kStages * kQBytes;  // one buffer a stage
-  static constexpr int kDq = kDs + Tile::kStages * kDsBytes;
+  static constexpr int kOut = kDs + Tile::kStages * kDsBytes;  // staging: dQ, dV or dK
   static constexpr int kZeroBytes = 4096;
-  static constexpr int kZeros = kDq + kDqBytes;
+  static constexpr int kZeros = kOut + kDqBytes;
   static constexpr int kLse = kZeros + kZeroBytes, kDelta = kLse + Tile::kStages * kRowBytes;
   static constexpr int kBarriers = kDelta + Tile::kStages * kRowBytes;
   static constexpr int kTask = kBarriers + 8 * BwdBarriers<Tile>::kCount;  // two, a ring
@@ -29,9 +29,9 @@ struct BwdSmem {
 };
 
 enum BwdNamedBarrier : int {
-  kDsReady = 1,  // both warpgroups have written their part of dS
-  kDqFull = 2,   // + warpgroup: dQ, dV or dK lies in the staging buffer
-  kDqEmpty = 4,  // + warpgroup: the staging buffer may be rewritten
+  kDsReady = 1,   // both warpgroups have written their part of dS
+  kOutFull = 2,   // + store warp: dQ, dV or dK lies in the staging buffer
+  kOutEmpty = 4,  // + warpgroup: its half of the staging buffer may be rewritten
 };
 
 // Zeroes the rows [first, kRows) of an operand tile, so that what lies behind a sequence (possibly

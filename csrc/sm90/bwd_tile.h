@@ -41,6 +41,10 @@ struct BwdWorkspace {
   int* dq_turn =
       nullptr;  // (num_heads_q, row_blocks, 2): deterministic mode, whose turn it is to add
 
+  // Where the query heads of a KV head are dealt out to several tasks (`splits`): the gradients of
+  // each, (rows, num_heads_kv * splits, head_dim) in the tensors' type.
+  void *dk_parts = nullptr, *dv_parts = nullptr;
+
   int* next_task = nullptr;  // the first that no thread block has drawn
   int* zeroed =
       nullptr;  // of each section (dense batches): tasks that have zeroed their part of it
@@ -52,8 +56,8 @@ struct BwdWorkspace {
   size_t dbias_bytes(const FwdParams& p) const {
     return size_t(p.batch) * p.num_heads_q * dbias_rows * p.seqlen_kv * sizeof(float);
   }
-  static int max_sections(const FwdParams& p) {
-    return p.cu_seqlens_q || p.cu_seqlens_k ? 0 : p.batch * p.num_heads_kv;
+  static int max_sections(const FwdParams& p, int splits) {
+    return p.cu_seqlens_q || p.cu_seqlens_k ? 0 : p.batch * p.num_heads_kv * splits;
   }
   static int64_t row_blocks_of(const FwdParams& p, int block_q) {
     return p.cu_seqlens_q ? p.total_q / block_q + p.batch
@@ -61,7 +65,7 @@ struct BwdWorkspace {
   }
 
   // Lays the parts out in `base` (null: only counts) and returns the bytes used.
-  size_t assign(void* base, const BwdParams& params, int block_q, int head_dim) {
+  size_t assign(void* base, const BwdParams& params, int block_q, int head_dim, int splits = 1) {
     const FwdParams& p = params.fwd;
     row_blocks = row_blocks_of(p, block_q);
     char* cursor = static_cast<char*>(base);
@@ -76,7 +80,12 @@ struct BwdWorkspace {
     delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
     dq = reinterpret_cast<float*>(take(rows * head_dim * sizeof(float)));
     next_task = reinterpret_cast<int*>(take(sizeof(int)));
-    zeroed = reinterpret_cast<int*>(take(max_sections(p) * sizeof(int)));
+    zeroed = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
+    if (splits > 1) {
+      const size_t rows_kv = p.cu_seqlens_k ? p.total_kv : size_t(p.batch) * p.seqlen_kv;
+      dk_parts = take(rows_kv * p.num_heads_kv * splits * p.head_dim * 2);
+      dv_parts = take(rows_kv * p.num_heads_kv * splits * p.head_dim_v * 2);
+    }
     if (params.deterministic) {
       dq_turn = reinterpret_cast<int*>(take(size_t(p.num_heads_q) * row_blocks * 2 * sizeof(int)));
     }

@@ -26,13 +26,16 @@ struct BwdArgs {
   // q.k * to_score, then tanh of it (softcap) or less the distance by slope (ALiBi).
   float scale_log2, to_score;
   int kv_blocks;          // of one KV head, over the whole batch
-  int heads_per_section;  // (batch *) heads whose Q and dO share the L2 cache
-  int sections_of;  // what is divided into sections: batch * num_heads_kv, packed: num_heads_kv
-  int num_tasks;    // kv_blocks * sections_of; with spare ones in a packed batch
+  int splits;             // a KV head's query heads are dealt out to so many tasks ("parts")
+  int parts;              // num_heads_kv * splits
+  int heads_per_section;  // (batch *) parts whose Q and dO share the L2 cache
+  int sections_of;        // what is divided into sections: batch * parts, packed: parts
+  int num_tasks;          // kv_blocks * sections_of; with spare ones in a packed batch
   // A dense call of many sections zeroes most of its dQ sums in the main kernel, shortly before
   // they are added to (wait_zeroed); the pre-pass zeroes those of the first sections. Else 0.
   int sections_ahead;
   int q_blocks;  // row blocks of a query head
+  int draw_at;   // a task is drawn when so many steps of the one before are still to be loaded
   // Deterministic mode, a bias with one row for all queries: from the dbias of a row block to the
   // next one's. Else 0.
   int64_t dbias_block_stride;
@@ -45,9 +48,7 @@ struct BwdArgs {
     return heads_of_section(section) * kv_blocks;
   }
   // Row blocks in the order of the sections: those of a query head, then of the next.
-  __device__ int items_per_head() const {
-    return params.fwd.num_heads_q / params.fwd.num_heads_kv * q_blocks;
-  }
+  __device__ int items_per_head() const { return params.fwd.num_heads_q / parts * q_blocks; }
   __device__ int first_item_of_section(int section) const {
     return min_of(section * heads_per_section, sections_of) * items_per_head();
   }
@@ -77,10 +78,13 @@ struct BwdBarriers {
   __device__ uint32_t task_empty(int slot) const { return task_full(slot) + 16; }
   __device__ uint32_t near_end() const { return task_empty(0) + 16; }  // time to draw a task
   static constexpr int kCount = 9 + 6 * Tile::kStages;
-  static constexpr int kTaskReaders = 3 + 4 * Tile::kConsumerWarpgroups;  // warps
+  // Every thread that reads something counts itself when it is done with it: the race checker of
+  // compute-sanitizer would not see that one thread of a warp speaks for the others.
+  static constexpr int kReaders = 128 * Tile::kConsumerWarpgroups;
+  static constexpr int kTaskReaders = 1 + 64 + kReaders;  // the loader and the store warps, too
   __device__ void init() const {
-    ptx::mbarrier_init(kv_full(), 2);                               // K and V
-    ptx::mbarrier_init(kv_empty(), 4 * Tile::kConsumerWarpgroups);  // warps
+    ptx::mbarrier_init(kv_full(), 2);  // K and V
+    ptx::mbarrier_init(kv_empty(), kReaders);
     ptx::mbarrier_init(near_end(), 1);
     ptx::mbarrier_init(tail_k(), 1);
     ptx::mbarrier_init(tail_v(), 1);
@@ -93,8 +97,8 @@ struct BwdBarriers {
       ptx::mbarrier_init(dout_full(s), 1);
       ptx::mbarrier_init(tail_q(s), 1);
       ptx::mbarrier_init(tail_dout(s), 1);
-      ptx::mbarrier_init(q_empty(s), 4 * Tile::kConsumerWarpgroups);  // warps
-      ptx::mbarrier_init(dout_empty(s), 4 * Tile::kConsumerWarpgroups);
+      ptx::mbarrier_init(q_empty(s), kReaders);
+      ptx::mbarrier_init(dout_empty(s), kReaders);
     }
   }
 };
@@ -111,20 +115,24 @@ struct RingPlace {
 
 template <class Tile>
 struct BwdTask {
+  // Wide heads lack the registers for both directions and for parts.
+  static constexpr bool kNarrow = Tile::kHeadDim <= 128;
   Mask mask;
   BlockRange blocks;  // Q blocks to visit
   int kv0;            // first key of the block, in the sequence
   int kv_row0, kv_batch, kv_head;
+  int part;         // of all heads: where dK and dV go
   int kv_slot_end;  // keys whose gradient is to be written
   int q_row0, q_batch, sequence;
   int section, in_section;             // of heads, and the task's place in it
   int row_block_base;                  // of the sequence, in the workspace
-  int group_size;                      // query heads of the KV head
+  int group_size;                      // query heads of the part
   bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
+  bool down;                           // from the last Q block to the first
   bool none;                           // no task is left
 
   __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
-  __device__ int first_q_head() const { return kv_head * group_size; }
+  __device__ int first_q_head() const { return (kNarrow ? part : kv_head) * group_size; }
   // From this row on a Q block reaches past the sequence, into rows that may hold anything.
   __device__ int first_tail_q0() const {
     return junk_behind_q ? mask.seqlen_q - Tile::kBlockQ + 1 : kUnbounded;
@@ -142,19 +150,25 @@ struct BwdTask {
   }
 };
 
-// The Q blocks of a task in the order of its loop: those of one head after the other.
+// The Q blocks of a task in the order of its loop: those of one head after the other. Downwards all
+// KV blocks of a causal head begin with the same one, which is read once; upwards they begin at
+// their diagonals, so that deterministic mode need not wait.
+template <class Tile>
 struct BwdSteps {
-  int begin, end, left;
+  int begin, end, left;    // from the first block to behind the last one
   int q_block, group = 0;  // and the place of the head in the group
-  template <class Tile>
   __device__ explicit BwdSteps(const BwdTask<Tile>& task)
-      : begin(task.blocks.begin),
-        end(task.blocks.end),
-        left(task.num_steps()),
-        q_block(task.blocks.begin) {}
+      : begin(task.blocks.begin), end(task.blocks.end), left(task.num_steps()) {
+    if (BwdTask<Tile>::kNarrow && task.down) {
+      begin = task.blocks.end - 1;
+      end = task.blocks.begin - 1;
+    }
+    q_block = begin;
+  }
   __device__ void next() {
     --left;
-    if (++q_block == end) {
+    q_block += BwdTask<Tile>::kNarrow && begin > end ? -1 : 1;
+    if (q_block == end) {
       q_block = begin;
       ++group;
     }
@@ -188,16 +202,18 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
   int kv_block = rest / heads;
   const int bh = section * args.heads_per_section + rest - kv_block * heads;
 
+  constexpr bool kNarrow = BwdTask<Tile>::kNarrow;
+  if (kNarrow) t.down = !args.params.deterministic;
   if (args.params.deterministic) kv_block = args.kv_blocks - 1 - kv_block;
 
-  int b;
+  int b, part;
   if (p.cu_seqlens_k) {
-    t.kv_head = bh;
+    part = bh;
     b = sequence_of_block(p.cu_seqlens_k, p.batch, kv_block, Tile::kBlockKV);
     kv_block -= p.cu_seqlens_k[b] / Tile::kBlockKV + b;
   } else {
-    b = bh / p.num_heads_kv;
-    t.kv_head = bh - b * p.num_heads_kv;
+    b = bh / args.parts;
+    part = bh - b * args.parts;
   }
   const SeqInfo s = seq_info(p, b);
   t.mask = Mask::make(p, s.seqlen_q, s.seqlen_kv);
@@ -214,7 +230,9 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
   t.section = section;
   t.in_section = rest;
   t.row_block_base = static_cast<int>(row_block_base(p, b, Tile::kBlockQ));
-  t.group_size = p.num_heads_q / p.num_heads_kv;
+  t.kv_head = kNarrow ? part / args.splits : part;
+  if (kNarrow) t.part = part;
+  t.group_size = p.num_heads_q / args.parts;
   t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
   t.junk_behind_kv = p.cu_seqlens_k || p.seqused_k;
   t.none = false;
@@ -225,8 +243,9 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
   }
   ptx::fence_proxy_async_global();  // the copy engine adds after what the others' added
 }
+// Once what the engine added has arrived (bulk_wait_group): this thread sees it then, and so does
+// who acquires the turn.
 __device__ __forceinline__ void pass_turn(int* turn, int mine) {
-  ptx::fence_proxy_async_global();
   ptx::store_release(turn, mine + 1);
 }
 
