@@ -63,7 +63,7 @@ class Kernel:
         q, dout, ds = 2 * rows * d, 2 * rows * dv, 2 * rows * KEYS
         sums = 2 * 4 * rows * d  # staged and read
         if self.pair:
-            # dQ is of half of the queries and all keys of the pair; half of dS is sent and received.
+            # dQ: half of the queries, all keys of the pair; half of dS is sent and received.
             q, dout, ds, sums = q // 2, dout // 2, 2 * ds, sums // 2
             operands = (k + q) + (v + dout) + dout + q + (ds // 2 + k)
         else:
