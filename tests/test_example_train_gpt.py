@@ -134,6 +134,22 @@ def test_comparison(example: ModuleType, losses: list[float], faults: int) -> No
     assert len(example.compare(run, reference, torch.float32)) == faults
 
 
+def test_nothing_is_compared_after_references_part(example: ModuleType) -> None:
+    run, one, other = (example.Run(name, "") for name in "abc")
+    one.losses, other.losses = [3.0] * 30, [3.0] * 12 + [3.1, 3.2] + [3.0] * 16
+    assert example.steps_to_compare([one], torch.float32) == 20
+    assert example.steps_to_compare([one, one], torch.float32) == 20
+    steps = example.steps_to_compare([one, other], torch.float32)
+    assert steps == 12
+    run.losses = [3.0] * 12 + [3.5] * 5 + [3.0] * 13
+    assert not example.compare(run, one, torch.float32, steps)
+    run.losses[11] = 3.5
+    assert len(example.compare(run, one, torch.float32, steps)) == 1
+    other.losses[0] = 4.0  # they never agree: the last loss alone is left
+    assert example.steps_to_compare([one, other], torch.float32) == 0
+    assert not example.compare(run, one, torch.float32, 0)
+
+
 def test_both_agree_and_the_report_says_so(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
