@@ -29,7 +29,7 @@ class Inputs:
     v: Tensor
     dout: Tensor | None = None
     cu_seqlens: Tensor | None = None  # (batch + 1,) int32
-    cache_seqlens: Tensor | None = None  # (batch,) int32
+    cache_seqlens: Tensor | None = None  # (batch,) int32; None: the whole cache
     block_table: Tensor | None = None  # (batch, pages of a sequence) int32
 
     @property
@@ -61,7 +61,9 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> Inputs:
     if case.kind == "varlen":
         bounds = torch.tensor([0, *case.lengths]).cumsum(0)
         inputs.cu_seqlens = bounds.to(device=device, dtype=torch.int32)
-    if case.kind == "decode":
+    if case.kind == "decode" and (case.lengths or case.page_size):
+        # A full dense cache comes without lengths for everybody: SDPA has no argument for them,
+        # and a kernel that knows that all sequences are equally long may use it.
         lengths = torch.tensor([n for _, n in case.spans], dtype=torch.int32)
         inputs.cache_seqlens = lengths.to(device)
         if case.page_size:
