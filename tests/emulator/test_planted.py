@@ -33,12 +33,18 @@ ALWAYS_WRONG = (
     "proxy_fence",
     "init_fence",
 )
+_EMPTY = "smem.work_ring().wait_empty(count + 1);"
 # What cannot be noticed: kind, the source line and the next one.
 UNOBSERVABLE = {
     # The kernel's last one: the sources have been read, and the end of a grid completes its writes.
     ("bulk_wait", "ptx::bulk_wait_group<0>();", "}"),
     # The loop before it, of at least one turn, has waited, and its last turn issues nothing.
     ("cp_wait", "ptx::cp_async_wait<0>();", "__syncthreads();  // the buffers of K and V are free"),
+    # When a tile is drawn decides which block computes it, and how fast the whole is.
+    *(
+        (kind, "ptx::mbarrier_wait(smem.draw_barrier(), count % 2);", _EMPTY)
+        for kind in ("parity", "mbarrier_wait")
+    ),
 }
 
 
