@@ -47,7 +47,7 @@ std::unique_ptr<Cta> new_cta(Cluster& cluster, uint32_t rank, uint32_t const bas
   c->sm = (cluster.slot * cluster_size(l) + rank) % std::max(1u, M.settings.num_sms);
   uint32_t const padded = (c->threads + 31) / 32 * 32;
   uint32_t const regs = std::min(255u, 65536u / padded) / 8 * 8;
-  c->free_registers = 65536 - int64_t(regs) * padded;
+  c->free_registers = 0;  // what the launch's even shares leave of the SM's file is not its own
   c->writers.assign(c->smem_size / 16 + 2, SmemWriter{});
   if (M.settings.compute_capability >= 100) {
     c->tmem = static_cast<uint32_t (*)[512]>(aligned_alloc(1024, 128 * 512 * 4));

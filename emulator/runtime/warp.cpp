@@ -180,8 +180,9 @@ void Thread::bar_warp(int where, uint32_t mask) {
   });
 }
 
-// The thread block starts with an even share of 64K registers a thread; an increase waits until
-// the pool has enough.
+// The thread block starts with an even share of 64K registers a thread, a multiple of 8; an
+// increase waits until others have given back enough of these. So 384 threads have 3 x 168 to deal
+// out.
 void Thread::setmaxnreg(int where, bool increase, uint32_t count) {
   if (count < 24 || count > 256 || count % 8) fail(where, "setmaxnreg value");
   collective(*this, where, kAligned | uint64_t(where), kAllLanes, nullptr, "setmaxnreg",

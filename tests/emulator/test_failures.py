@@ -47,6 +47,14 @@ def test_stopped(kernels: Any, which: int, words: str) -> None:
     assert "warp 0" in text
 
 
+def test_registers_are_those_of_the_launch(kernels: Any) -> None:
+    p = np.zeros(1, np.int32)
+    kernels.registers(p, 24)  # 3 x 168 = 240 + 240 + 24
+    assert p[0] == 24
+    with pytest.raises(Failure, match="register pool empty"):
+        kernels.registers(p, 32)
+
+
 def test_device_variables_are_reset(kernels: Any) -> None:
     p = np.zeros(2, np.int32)
     kernels.fail(13, p)

@@ -70,6 +70,17 @@ __global__ void fail_kernel(int which, int* p) {
   }
 }
 
+// Two warpgroups ask for 240 registers, the third gives back all but kLeft of its 168.
+template <int kLeft>
+__global__ void __launch_bounds__(384, 1) registers_kernel(int* p) {
+  if (threadIdx.x >= 256) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLeft));
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *p = kLeft;
+}
 __global__ void __launch_bounds__(64) small_kernel(int* p) { *p = 1; }
 __global__ void large_kernel(int* p) {
   extern __shared__ int dynamic[];
@@ -81,6 +92,10 @@ __global__ void large_kernel(int* p) {
 
 TEST_EXPORT const char* flash_cuda_test_fail(int which, int* p) {
   return guarded([&] { fail_kernel<<<1, 32>>>(which, p); });
+}
+TEST_EXPORT const char* flash_cuda_test_registers(int* p, int left) {
+  return guarded(
+      [&] { (left == 24 ? registers_kernel<24> : registers_kernel<32>)<<<1, 384>>>(p); });
 }
 TEST_EXPORT const char* flash_cuda_test_small(int* p, int threads, int blocks) {
   return guarded([&] { small_kernel<<<blocks, threads>>>(p); });
