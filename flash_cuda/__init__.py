@@ -9,7 +9,17 @@
 The names that begin with ``flash_attn`` are FlashAttention's.
 """
 
+from importlib.machinery import EXTENSION_SUFFIXES as _SUFFIXES
+from pathlib import Path as _Path
+
 import torch  # noqa: F401  its libraries must be loaded before _C
+
+if not any((_Path(__file__).parent / f"_C{suffix}").exists() for suffix in _SUFFIXES):
+    # Most often a checkout that hides an installed package from a Python started in it.
+    raise ImportError(
+        f"flash_cuda is not built in {_Path(__file__).parent}: run `make build` or "
+        "`pip install -e .` there, or start Python in another folder to use the installed package"
+    )
 
 from flash_cuda import _fake, _vmap  # noqa: F401  they register themselves
 from flash_cuda.explain import Explanation, explain, supported

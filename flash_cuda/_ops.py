@@ -417,6 +417,14 @@ def attention_forward(
         raise
 
 
+def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    """Refuses what `attention_forward` would refuse by its shapes and numbers; runs nothing."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # the ops check when they are traced
+    _refuse_types(FWD, {"q": q, "k": k, "v": v, **options})
+    _C.check_fwd(q, k, v, **options)
+
+
 def _refuse_types(op: Any, call: Options) -> None:
     """Raises a TypeError for the first argument that is no tensor, or no integer, but should be."""
     for argument in op._schema.arguments:

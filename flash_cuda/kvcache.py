@@ -125,18 +125,13 @@ def flash_attn_with_kvcache(
             k = apply_rotary(
                 k, rotary_cos, rotary_sin, positions=where, interleaved=rotary_interleaved
             )
-    if k is not None and v is not None:
-        if lengths is None:
-            raise ValueError("cache_seqlens must be given with new keys k, v")
-        _check_room(cache_seqlens, k, k_cache, table)
-        k, v = last_contiguous(k), last_contiguous(v)
-        _ops.kv_append(k_cache, v_cache, k, v, lengths, {**cache, **rotary})
-        lengths = lengths + k.shape[1]
+    if k is not None and lengths is None:
+        raise ValueError("cache_seqlens must be given with new keys k, v")
     options = fwd_options(
         q,
         causal=causal,
         window=window_size,
-        seqused_k=lengths,
+        seqused_k=lengths + k.shape[1] if lengths is not None and k is not None else lengths,
         leftpad_k=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
@@ -153,7 +148,14 @@ def flash_attn_with_kvcache(
         pack_gqa=pack_gqa,
         **cache,
     )
-    out, lse = _ops.attention_forward(last_contiguous(q), k_cache, v_cache, options)
+    q = last_contiguous(q)
+    if k is not None and v is not None and lengths is not None:
+        _check_room(cache_seqlens, k, k_cache, table)
+        # Before anything is written: a call that is refused leaves the cache as it was.
+        _ops.check_forward(q, k_cache, v_cache, options)
+        k, v = last_contiguous(k), last_contiguous(v)
+        _ops.kv_append(k_cache, v_cache, k, v, lengths, {**cache, **rotary})
+    out, lse = _ops.attention_forward(q, k_cache, v_cache, options)
     return (out, lse) if return_softmax_lse else out
 
 

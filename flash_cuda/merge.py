@@ -24,6 +24,7 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
 
     Raises:
         ValueError: the shapes do not match.
+        TypeError: a tensor is not of a floating-point type.
     """
     (out1, lse1), (out2, lse2) = first, second
     _check(first, second)
@@ -39,7 +40,9 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
 
 
 def _weighted(out: Tensor, weight: Tensor) -> Tensor:
-    return out.to(weight.dtype) * weight.transpose(-1, -2).unsqueeze(-1)
+    weight = weight.transpose(-1, -2).unsqueeze(-1)
+    # What counts for nothing may be anything, also NaN.
+    return out.to(weight.dtype).masked_fill(weight == 0, 0.0) * weight
 
 
 def _check(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
@@ -50,6 +53,9 @@ def _check(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
             f"{tuple(out1.shape)} and {tuple(out2.shape)}, lse {tuple(lse1.shape)} and "
             f"{tuple(lse2.shape)}"
         )
+    for name, tensor in zip(("output", "lse") * 2, (out1, lse1, out2, lse2), strict=True):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be of a floating-point type, got {tensor.dtype}")
     if lse1.transpose(-1, -2).shape != out1.shape[:-1]:
         raise ValueError(
             f"lse must be (batch, heads, seqlen) or (heads, total) for an output "

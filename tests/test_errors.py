@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -373,6 +375,47 @@ def test_right_calls_pass(change: dict[str, Any]) -> None:
 
 
 # ---- devices
+
+
+def test_a_folder_without_a_build_says_so(tmp_path: Path) -> None:
+    """As a checkout that hides an installed package from a Python started in it."""
+    package = Path(flash_cuda.__file__).parent
+    shutil.copytree(package, tmp_path / "flash_cuda", ignore=shutil.ignore_patterns("_C*.so"))
+    done = subprocess.run(
+        [sys.executable, "-c", "import flash_cuda"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert f"flash_cuda is not built in {tmp_path / 'flash_cuda'}" in done.stderr
+
+
+def test_too_many_heads() -> None:
+    """More than an int holds wrapped to 0, and a division by that ended the process."""
+    for heads in (2**20 + 1, 2**31, 2**32, 2**33):
+        x = torch.empty(1, device="meta").expand(1, 1, heads, 8)
+        with pytest.raises(ValueError, match=rf"heads of q can be at most 1048576, got {heads}"):
+            _C.check_fwd(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_splits": 10**6},
+        {"num_splits": -1},
+        {"softcap": float("nan")},
+        {"window_size": (-7, 0)},
+        {"alibi_slopes": torch.zeros(3)},
+    ],
+)
+def test_a_refused_call_leaves_the_cache_as_it_was(wrong: dict[str, Any]) -> None:
+    cache = torch.randn(2, 2, 16, 2, 16)
+    before = cache.clone()
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix("_size")):
+        flash_cuda.flash_attn_with_kvcache(
+            q, *cache.unbind(), new, new, cache_seqlens=lengths, **wrong
+        )
+    assert torch.equal(cache, before)
 
 
 def test_devices_must_agree() -> None:

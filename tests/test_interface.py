@@ -279,6 +279,29 @@ def test_merge_gradcheck_and_rows_without_keys() -> None:
     assert torch.isfinite(torch.autograd.grad(merged[0].sum(), out)[0]).all()
 
 
+def test_merge_takes_anything_for_what_counts_for_nothing() -> None:
+    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
+    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    lse.requires_grad_()
+    merged = flash_cuda.merge((out, lse), nothing)
+    assert torch.equal(merged[0], out)
+    assert torch.equal(merged[1], lse)
+    merged[0].sum().backward()
+    assert lse.grad is not None
+    assert not lse.grad.any()
+    with pytest.raises(TypeError, match="output must be of a floating-point type, got torch.int64"):
+        flash_cuda.merge((out.long(), lse), nothing)
+
+
+def test_a_hint_of_no_rows_does_not_empty_the_call() -> None:
+    x, cu = torch.randn(5, 2, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
+    call = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    served = str(flash_cuda.explain(x, x, x, **call, max_seqlen_q=0, max_seqlen_k=0, device="H100"))
+    assert "nothing to attend to" not in served
+    out = flash_cuda.attention_varlen(x, x, x, **call, max_seqlen_q=0, max_seqlen_k=0)
+    assert torch.equal(out, flash_cuda.attention_varlen(x, x, x, **call))
+
+
 def test_merge_of_packed_low_precision() -> None:
     out, lse = rand(5, H, D, dtype=torch.bfloat16), rand(H, 5, dtype=torch.float32)
     merged, total = flash_cuda.merge((out, lse), (out, lse))

@@ -1,5 +1,7 @@
 #include "api/calls.h"
 
+#include <limits>
+
 #include "api/fill_params.h"
 #include "api/plan.h"
 #include "common/host_device.h"
@@ -88,7 +90,9 @@ const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const
   if (a.pack_gqa < 0) split.pack_gqa = plan_pack_gqa(shape);
   if (a.num_splits != 1) {
     split.num_splits = plan_num_splits(shape, split.pack_gqa, kMaxAutomaticSplits);
-    split.dealt_out = row->deals_out;
+    // Blocks of 32 keys or more, counted in int on the device, each tile with two more.
+    const int64_t blocks = count_tiles(shape, split.pack_gqa) * (shape.visible_kv / 32 + 3);
+    split.dealt_out = row->deals_out && blocks <= std::numeric_limits<int>::max();
   }
   bool faster = whole == nullptr;
   const bool older = !faster && whole->arch > row->arch;

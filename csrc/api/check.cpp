@@ -1,5 +1,6 @@
 #include "api/check.h"
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 
@@ -9,6 +10,7 @@ namespace {
 
 // Positions, window ends and their sums stay inside an int with this.
 constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
+constexpr int64_t kMaxHeads = 1 << 20;
 constexpr int64_t kMaxSplits = 256;
 constexpr int64_t kMaxHeadDim = 1 << 16;
 // Of factors of the logits, and one over it the least softcap: kernels keep them in float32.
@@ -109,6 +111,9 @@ void check_heads(const FwdArgs& a, const Sizes& s) {
     refuse_value("k and v must have the same number of heads, got ", s.num_heads_kv, " and ",
                  a.v.size(-2));
   }
+  if (s.num_heads_q > kMaxHeads) {
+    refuse_value("the number of heads of q can be at most ", kMaxHeads, ", got ", s.num_heads_q);
+  }
   if (s.num_heads_kv < 1 || s.num_heads_q % s.num_heads_kv != 0) {
     refuse_value("the number of heads of q must be a multiple of that of k and v, got ",
                  s.num_heads_q, " and ", s.num_heads_kv);
@@ -123,6 +128,12 @@ void check_heads(const FwdArgs& a, const Sizes& s) {
   }
 }
 
+// The length to plan for, of `total` packed rows. A hint of 0 cannot be right where there are rows,
+// and must not make a call look empty.
+int64_t longest(int64_t hint, int64_t total) {
+  return hint < 0 ? total : std::min(std::max<int64_t>(hint, 1), total);
+}
+
 // Batch, lengths and totals; refuses tensors that do not agree on them.
 void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
   check_cu_seqlens(a.cu_seqlens_q);
@@ -132,7 +143,7 @@ void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
   s.batch = packed_q ? a.cu_seqlens_q.size(0) - 1 : a.q.size(0);
   s.total_q = packed_q ? a.q.size(0) : s.batch * a.q.size(1);
   s.seqlen_q = packed_q ? a.q.size(0) : a.q.size(1);
-  if (packed_q && a.max_seqlen_q >= 0 && a.max_seqlen_q < s.seqlen_q) s.seqlen_q = a.max_seqlen_q;
+  if (packed_q) s.seqlen_q = longest(a.max_seqlen_q, s.seqlen_q);
 
   const int leading = packed_kv ? 1 : 2;
   for (int i = 0; i < leading; ++i) {
@@ -169,8 +180,8 @@ void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
       refuse_value("cu_seqlens_k must have shape (batch + 1) = (", s.batch + 1, ",), got ",
                    shape_text(a.cu_seqlens_k));
     }
-    s.total_kv = s.seqlen_kv = a.k.size(0);
-    if (a.max_seqlen_k >= 0 && a.max_seqlen_k < s.seqlen_kv) s.seqlen_kv = a.max_seqlen_k;
+    s.total_kv = a.k.size(0);
+    s.seqlen_kv = longest(a.max_seqlen_k, s.total_kv);
   } else {
     if (!a.cache_batch_idx.given() && a.k.size(0) != s.batch) {
       refuse_value("k and v must have the batch of q (", s.batch,

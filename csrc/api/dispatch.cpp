@@ -45,6 +45,12 @@ bool dims_fit(const Row& row, const FwdParams& p) {
   return p.head_dim <= row.head_dim && p.head_dim_v <= row.head_dim_v;
 }
 
+// Adds an item to a list separated by commas, unless it is there.
+void add_once(std::string* list, const std::string& item) {
+  if (join(", ", *list, ", ").find(join(", ", item, ", ")) != std::string::npos) return;
+  *list += (list->empty() ? "" : ", ") + item;
+}
+
 // Why no row of a folder served the call.
 template <class Rows, class Params>
 void explain_folder(const Folder& folder, const Params& params, std::vector<std::string>* reasons) {
@@ -54,12 +60,10 @@ void explain_folder(const Folder& folder, const Params& params, std::vector<std:
   std::string dtypes, dims;
   bool same_dtype = false, fits = false;
   for (int i = 0; i < count; ++i) {
-    const std::string dtype = name_of(rows[i].dtype);
-    if (dtypes.find(dtype) == std::string::npos) dtypes += (dtypes.empty() ? "" : ", ") + dtype;
+    add_once(&dtypes, name_of(rows[i].dtype));
     if (rows[i].dtype != shape.dtype) continue;
     same_dtype = true;
-    const std::string dim = join(rows[i].head_dim, "/", rows[i].head_dim_v);
-    if (dims.find(dim) == std::string::npos) dims += (dims.empty() ? "" : ", ") + dim;
+    add_once(&dims, join(rows[i].head_dim, "/", rows[i].head_dim_v));
     if (!dims_fit(rows[i], shape)) continue;
     fits = true;
     const char* why = rows[i].refuse(params);
