@@ -92,15 +92,17 @@ def subtitle(report: dict[str, Any]) -> str:
 
 # ---- the charts -------------------------------------------------------------------------------
 
+# (head dim, query heads a kv head, causal) -> backend -> (length, result)
+Panels = dict[tuple[int, int, bool], dict[str, list[tuple[int, dict[str, Any]]]]]
+
 
 def throughput(report: dict[str, Any]) -> Iterator[Chart]:
     """TFLOP/s by sequence length, a panel for each head dim and mask."""
     table = cells(report)
-    soaked = any("soak" in entry for entry in report["results"])
     for suite in report["suites"]:
         found = {k: v for k, v in table.items() if v and report["cases"][k[0]]["suite"] == suite}
         for name in dict.fromkeys(pass_name for _, pass_name in found):
-            panels: dict[tuple[int, int, bool], dict[str, list[tuple[int, dict[str, Any]]]]] = {}
+            panels: Panels = {}
             for (key, pass_name), cell in found.items():
                 case = case_of(report, key)
                 if pass_name != name or not is_plain(case):
@@ -113,13 +115,23 @@ def throughput(report: dict[str, Any]) -> Iterator[Chart]:
             if not panels:
                 continue
             yield f"throughput_{suite}_{name}", draw_throughput(report, panels, suite, name, None)
-            if soaked:
-                hot = draw_throughput(report, panels, suite, name, "soak")
-                yield f"throughput_{suite}_{name}_soaked", hot
+            hot = soaked_only(panels)
+            if hot:
+                figure = draw_throughput(report, hot, suite, name, "soak")
+                yield f"throughput_{suite}_{name}_soaked", figure
+
+
+def soaked_only(panels: Panels) -> Panels:
+    """The panels with a heat-soaked rate, and of their points those that have one."""
+    hot = {
+        panel: {backend: [p for p in points if "soak" in p[1]] for backend, points in lines.items()}
+        for panel, lines in panels.items()
+    }
+    return {panel: lines for panel, lines in hot.items() if any(lines.values())}
 
 
 def draw_throughput(
-    report: dict[str, Any], panels: dict[Any, Any], suite: str, name: str, part: str | None
+    report: dict[str, Any], panels: Panels, suite: str, name: str, part: str | None
 ) -> Figure:
     """One figure of `throughput`; part "soak" takes the heat-soaked rates."""
     plt = pyplot()

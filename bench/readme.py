@@ -70,10 +70,14 @@ def determinism_text(report: dict[str, Any]) -> list[str]:
             extra.setdefault(backend, []).append(per_cent)
     if not extra:
         return []
-    costs = (f"{name} {statistics.median(values):+.0f} %" for name, values in extra.items())
+    costs = (
+        f"{name} {statistics.median(values):+.0f} % ({len(values)})"
+        for name, values in extra.items()
+    )
     return [
         "",
-        f"Deterministic gradients, extra time of the backward (median): {', '.join(costs)}.",
+        "Deterministic gradients, extra time of the backward (median, and of how many shapes; the "
+        f"others were refused or did not repeat): {', '.join(costs)}.",
     ]
 
 

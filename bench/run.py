@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--budget-seconds",
         type=float,
-        help="of measuring: fewer rounds, then fewer cases (default: no limit, CPU 60)",
+        help="of measuring: fewer rounds, then fewer cases; 0: no limit (default: 0, CPU 60)",
     )
     add("--timer", choices=["events", "graph"], help="instead of the suite's")
     add("--site", action="append", default=[], metavar="DIR", help="folder with more packages")
@@ -76,7 +76,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="say where it stands when nothing moves for so long (default: 300)",
     )
     add("--list", action="store_true", help="show suites and backends, run nothing")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, least in (("rounds", 1), ("budget_seconds", 0), ("soak", 0), ("stall", 1)):
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    for name in ("filter", "soak_filter"):
+        try:
+            re.compile(getattr(args, name))
+        except re.error as error:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} {getattr(args, name)!r} is no regular expression: {error}")
+    return args
 
 
 def add_sites(folders: list[str]) -> None:
@@ -107,7 +118,7 @@ def select_cases(suite: Suite, pattern: str, passes: str | None = None) -> Suite
 def choose_suites(args: argparse.Namespace, device: torch.device) -> list[Suite]:
     """The suites asked for; on a machine without a GPU the cpu suite instead."""
     known = load_suites()
-    names = args.suite.split(",")
+    names = [name.strip() for name in args.suite.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"--suite {args.suite}: unknown {unknown}; there are {', '.join(known)}")
@@ -120,7 +131,7 @@ def choose_suites(args: argparse.Namespace, device: torch.device) -> list[Suite]
         suites = [s for s in suites if s.device == "cpu"]
         if not suites:
             print("no CUDA GPU is visible: running the suite cpu instead\n")
-            return [select_cases(known["cpu"], "", args.passes)]
+            suites = [known["cpu"]]
     else:
         for suite in suites:
             if suite.device == "cpu":
@@ -246,7 +257,9 @@ def main(argv: list[str] | None = None) -> int:
         rounds=args.rounds or (7 if on_cpu else 15),
         warmup=1 if on_cpu else 3,
         fewest_rounds=3 if on_cpu else 5,
-        budget_seconds=args.budget_seconds or (60.0 if on_cpu else 0.0),
+        budget_seconds=(60.0 if on_cpu else 0.0)
+        if args.budget_seconds is None
+        else args.budget_seconds,
         soak_seconds=args.soak,
         soak_filter=args.soak_filter,
         timer=args.timer,

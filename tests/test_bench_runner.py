@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import bench.runner
-from bench import machine, reference
+from bench import machine, reference, run
 from bench.backend import Abilities, Backend, Forward
 from bench.backends import all_backends
 from bench.cases import Case, Suite, make_case
@@ -431,3 +431,29 @@ def test_flash_cuda_serves_every_kind() -> None:
         for result, want in zip(got, [expected.out, *(expected.grads or ())], strict=True):
             error = reference.worst_error(case, result, want)
             assert error < reference.TOLERANCE[case.dtype], case.label
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--filter", "("], "--filter '(' is no regular expression"),
+        (["--soak-filter", "*"], "--soak-filter '*' is no regular expression"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--budget-seconds", "-3"], "--budget-seconds must be at least 0, got -3.0"),
+        (["--soak", "-1"], "--soak must be at least 0, got -1.0"),
+    ],
+)
+def test_wrong_settings_are_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run.parse_args(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_the_cpu_suite_in_place_of_others_keeps_the_filter() -> None:
+    args = run.parse_args(["--suite", " train ", "--filter", "512"])
+    (suite,) = run.choose_suites(args, torch.device("cpu"))
+    assert suite.name == "cpu"
+    assert suite.cases
+    assert all("512" in case.key for case in suite.cases)

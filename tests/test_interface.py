@@ -289,7 +289,9 @@ def test_merge_takes_anything_for_what_counts_for_nothing() -> None:
     merged[0].sum().backward()
     assert lse.grad is not None
     assert not lse.grad.any()
-    with pytest.raises(TypeError, match="output must be of a floating-point type, got torch.int64"):
+    with pytest.raises(
+        TypeError, match=r"output must be of a floating-point type, got torch\.int64"
+    ):
         flash_cuda.merge((out.long(), lse), nothing)
 
 
