@@ -11,7 +11,8 @@
 namespace px {
 namespace {
 
-constexpr size_t kStacksKept = 1024;  // two memory maps each, and a process has 65530 of them
+// Of a library; two memory maps each, of which a process has 65530 for all libraries it loads.
+constexpr size_t kStacksKept = 128;
 
 uint32_t take_slot() {
   for (uint32_t i = 0; i < M.slot_used.size(); ++i)
