@@ -1,5 +1,5 @@
 // Stand-in for compute capability 9.0: tensor memory is global memory, found by the number of the
-// SM, and products are plain code of the thread that issues them, done at issue.
+// SM, and products are plain code of the warp that issues them (elect.h), done at issue.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,17 +8,15 @@
 
 #include <cstdint>
 
+#include "ptx/elect.h"
 #include "ptx/mbarrier.h"
 
 namespace flash_cuda::ptx {
 
-constexpr int kShadowSms = 144;
 __device__ uint32_t shadow_tmem[kShadowSms][128][512];
 
 __device__ __forceinline__ volatile uint32_t* shadow_cell(uint32_t address) {
-  uint32_t sm;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-  return &shadow_tmem[sm][address >> 16][address & 0xffff];
+  return &shadow_tmem[shadow_sm()][address >> 16][address & 0xffff];
 }
 
 // What nobody has written is NaN.
@@ -28,6 +26,7 @@ __device__ __forceinline__ void tcgen05_alloc(uint32_t smem_result, uint32_t col
       *shadow_cell(lane << 16 | c) = 0x7fffdead;
     }
   }
+  if (threadIdx.x % 32 == 0) shadow_issuer[shadow_sm()] = threadIdx.x / 32;
   __threadfence_block();
   if (threadIdx.x % 32 == 0) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem_result), "r"(0) : "memory");
@@ -104,12 +103,14 @@ __device__ __forceinline__ float shadow_element(uint64_t desc, bool mn_major, ui
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(bits) : "r"(at) : "memory");
   return shadow_float(bits, bf16);
 }
-// A is in tensor memory if `ts`. Once in a kernel, however often it is called.
+// A is in tensor memory if `ts`; a lane has every 32nd row. Once in a kernel, however often it is
+// called.
 static __device__ __noinline__ void shadow_mma(uint32_t d, bool ts, uint32_t a_tmem, uint64_t a,
                                                uint64_t b, uint32_t instruction, bool accumulate) {
   const bool bf16 = instruction >> 7 & 1, a_mn = instruction >> 15 & 1,
              b_mn = instruction >> 16 & 1;
   const uint32_t n = (instruction >> 17 & 63) * 8;
+  __syncwarp();
   for (uint32_t first = 0; first < n; first += 16) {
     float columns[16][16];
 #pragma unroll 1
@@ -120,7 +121,7 @@ static __device__ __noinline__ void shadow_mma(uint32_t d, bool ts, uint32_t a_t
       }
     }
 #pragma unroll 1
-    for (uint32_t row = 0; row < 128; ++row) {
+    for (uint32_t row = threadIdx.x % 32; row < 128; row += 32) {
       float left[16];
       if (ts) {
         const volatile uint32_t* from = shadow_cell(a_tmem + (row << 16));
@@ -155,6 +156,7 @@ __device__ __forceinline__ void tcgen05_mma_ts(uint32_t d, uint32_t a, uint64_t 
 }
 __device__ __forceinline__ void tcgen05_commit(uint32_t bar) {
   __threadfence_block();
+  __syncwarp();
   mbarrier_arrive(bar);
 }
 

@@ -1,5 +1,5 @@
 // Stand-in for compute capability 9.0: products of two blocks are plain code of the leader's
-// thread, which reads the other block's shared memory and writes its tensor memory.
+// warp, which reads the other block's shared memory and writes its tensor memory.
 #pragma once
 
 #include <cuda.h>
@@ -17,10 +17,8 @@ constexpr int kShadowBlocks = 1 << 16;
 __device__ uint32_t shadow_sm_of_block[kShadowBlocks];
 
 __device__ __forceinline__ void tcgen05_alloc_pair(uint32_t smem_result, uint32_t columns) {
-  uint32_t sm;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
   if (blockIdx.x >= kShadowBlocks) __trap();
-  shadow_sm_of_block[blockIdx.x] = sm;
+  shadow_sm_of_block[blockIdx.x] = shadow_sm();
   tcgen05_alloc(smem_result, columns);
   __threadfence();
 }
@@ -48,6 +46,7 @@ static __device__ __noinline__ void shadow_mma_pair(uint32_t d, bool ts, uint32_
   const uint32_t n = (instruction >> 17 & 63) * 8, rows = (instruction >> 24 & 31) * 8;
   if (ts && rows != 128) __trap();  // A would have to lie in tensor memory twice
   __threadfence();
+  __syncwarp();
   for (uint32_t first = 0; first < n; first += 16) {
     float columns[16][16];
     const uint32_t upper = first >= n / 2, in_half = first - upper * (n / 2);
@@ -60,7 +59,7 @@ static __device__ __noinline__ void shadow_mma_pair(uint32_t d, bool ts, uint32_
     }
     const uint32_t lane0 = rows == 64 ? 64 * upper : 0, column = rows == 64 ? in_half : first;
 #pragma unroll 1
-    for (uint32_t at = 0; at < 2 * rows; ++at) {
+    for (uint32_t at = threadIdx.x % 32; at < 2 * rows; at += 32) {
       const uint32_t block = at / rows, row = at % rows;
       volatile uint32_t (*tmem)[512] = shadow_tmem[shadow_sm_of_block[blockIdx.x + block]];
       float left[16];
@@ -102,6 +101,8 @@ __device__ __forceinline__ void tcgen05_mma_ts_pair(uint32_t d, uint32_t a, uint
 }
 __device__ __forceinline__ void tcgen05_commit_pair(uint32_t bar) {
   __threadfence();
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
   mbarrier_arrive_cluster(mapa(bar, 0));
   mbarrier_arrive_cluster(mapa(bar, 1));
 }
