@@ -149,9 +149,13 @@ def sequence(
     extra = torch.full((heads, rows, 1), -INF, dtype=s.dtype, device=s.device)
     if sink is not None:
         extra = sink[:, None, None].expand(heads, rows, 1)
-    lse = torch.logsumexp(torch.cat((s, extra), dim=-1), dim=-1)
+    logits = torch.cat((s, extra), dim=-1)
+    lse = torch.logsumexp(logits, dim=-1)
     no_keys = lse == -INF
-    p = torch.exp(s - torch.where(no_keys, 0.0, lse)[..., None])
+    # Not exp(s - lse): next to a logit of -1e8 the sum is lost in lse.
+    all_p = torch.softmax(logits.masked_fill(no_keys[..., None], 0.0), dim=-1)
+    all_p = all_p.masked_fill(no_keys[..., None], 0.0)
+    p = all_p[..., :-1]
     factor = torch.ones_like(p) if keep is None else keep.to(p.dtype) / (1.0 - dropout_p)
     p_used = precision.round_p(p * factor) if keys else p
     out = rd(torch.einsum("hij,jhd->ihd", p_used, v))
@@ -168,9 +172,7 @@ def sequence(
     spread = (dout * out).pow(2).sum(-1).transpose(0, 1)
     result["dbias_spread"] = p.pow(2) * spread[..., None]
     if sink is not None:
-        p_sink = torch.where(
-            no_keys, 0.0, torch.exp(sink[:, None] - torch.where(no_keys, 0.0, lse))
-        )
+        p_sink = all_p[..., -1]
         result["dsink"] = -(p_sink * delta).sum(1)
         result["dsink_spread"] = (p_sink.pow(2) * spread).sum(1)
     if t is not None:

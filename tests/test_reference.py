@@ -22,7 +22,7 @@ from flash_cuda.reference.mask import Mask
 
 from . import oracle
 from .cases import AttentionCase, build, grid
-from .check import Backend, check
+from .check import BITS, HALF_ULP, Backend, assert_near, check
 
 ENGINE = Backend("cpu")
 
@@ -311,3 +311,82 @@ def test_conditional_rescaling_rescales_less() -> None:
     assert always[2] > 100
     assert seldom[2] < always[2] // 10
     assert torch.allclose(always[0], seldom[0], atol=1e-5)
+
+
+# ---- scores beyond what lse can hold -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("mask", [-1e4, -1e8, -1e30, "lowest"])
+def test_finite_bias_masks_as_in_pytorch(
+    mask: float | str, dtype: torch.dtype, splits: int
+) -> None:
+    """A row of nothing but lowest numbers is a mean of all keys, not a row without keys."""
+    bias_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    low = torch.finfo(bias_dtype).min if isinstance(mask, str) else mask
+    torch.manual_seed(3)
+    q, k, v, dout = (torch.randn(1, 40, 2, 16).to(dtype) for _ in range(4))
+    bias = torch.randn(1, 2, 40, 40, dtype=bias_dtype)
+    bias[..., 25:31] = low
+    bias[:, :, 5] = low
+    bias[:, :, 30] = low
+    bias[:, :, 30, 7] = -torch.inf
+    sink = torch.zeros(2, dtype=bias_dtype)
+    for options in ({}, {"sink": sink}, {"window_right": 0}):
+        kw = {"q": q, "k": k, "v": v, "bias": bias, **options}
+        want = oracle.solve(kw, dout)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        near = oracle.solve(kw, dout, None, oracle.Precision(wide, dtype))
+        with use_options(EngineOptions(block_q=16, block_kv=8)):
+            out, lse = reference.fwd(**kw, num_splits=splits)
+            wanted = 31 if "sink" in options else 15
+            grads = reference.bwd(dout, None, q, k, v, out, lse, bias, wanted=wanted, **options)
+        got = {"out": out, "lse": lse, **dict(zip(BITS, grads, strict=True))}
+        for name in near.keys() & want.keys() & got.keys():
+            floor = 1e-12 if dtype == torch.float64 else HALF_ULP[dtype]
+            assert_near(name, got[name], want[name], near[name], 4 * floor)
+
+
+def test_rows_of_the_lowest_number_are_means_of_their_keys() -> None:
+    q, k, v = (torch.randn(1, 30, 1, 16) for _ in range(3))
+    bias = torch.full((1, 1, 1, 30), torch.finfo(torch.float32).min)
+    bias[..., 20:] = -torch.inf
+    out, lse = reference.fwd(q, k, v, bias, num_splits=2)
+    torch.testing.assert_close(out, v[:, :20].mean(1, keepdim=True).expand_as(out))
+    assert (lse == torch.finfo(torch.float32).min).all()
+    dv = reference.bwd(torch.ones_like(out), None, q, k, v, out, lse, bias, wanted=4)[2]
+    torch.testing.assert_close(dv[:, :20], torch.full((1, 20, 1, 16), 1.5))
+    assert (dv[:, 20:] == 0).all()
+
+
+def test_lse_of_more_keys_than_these_scales_the_gradient() -> None:
+    """As in ring attention, where lse and out are those of all keys, also next to -1e4."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, 8, 1, 16) for _ in range(3))
+    dout = torch.randn(1, 8, 1, 16)
+    for shift, allowed in ((0.0, 1e-5), (-1e4, 4e-3)):
+        bias = torch.full((1, 1, 1, 8), shift)
+        out, lse = reference.fwd(q, k, v, bias)
+        part = [x[:, :4] for x in (k, v)]
+        got = reference.bwd(dout, None, q, *part, out, lse, bias[..., :4])
+        want = reference.bwd(dout, None, q, k, v, out, lse, bias)
+        for i in (1, 2):
+            torch.testing.assert_close(got[i], want[i][:, :4], rtol=0.0, atol=allowed)
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e10, 1e20, -1e10])
+def test_huge_scales_give_no_nan(scale: float) -> None:
+    torch.manual_seed(5)
+    q, k, v, dout = (torch.randn(1, 40, 2, 16) for _ in range(4))
+    kw = {"q": q, "k": k, "v": v, "softmax_scale": scale, "window_right": 0}
+    want = oracle.solve(kw, dout)
+    out, lse = reference.fwd(**kw)
+    grads = reference.bwd(
+        dout, None, q, k, v, out, lse, softmax_scale=scale, window_right=0, wanted=7
+    )
+    assert torch.isfinite(torch.stack(grads[:3])).all()
+    torch.testing.assert_close(out, want["out"].float())
+    torch.testing.assert_close(grads[2], want["dv"].float())
+    # One key has all the weight, so dS is what rounding leaves of dP - delta.
+    assert max(float(g.abs().max()) for g in grads[:2]) < abs(scale) * 1e-4
