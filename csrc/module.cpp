@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "api/args.h"
@@ -60,6 +61,18 @@ ScalarType scalar_type_of(py::handle dtype) {
   return ScalarType::kOther;
 }
 
+// "a number", as errors say it.
+template <class T>
+constexpr const char* words_for() {
+  if constexpr (std::is_same_v<T, bool>) return "True or False";
+  return std::is_integral_v<T> ? "an integer" : "a number";
+}
+
+std::string shown(py::handle object) {
+  const std::string text = py::repr(object).cast<std::string>().substr(0, 60);
+  return join(text, " (", Py_TYPE(object.ptr())->tp_name, ")");
+}
+
 // Attribute names as interned strings: a C string would be made into one at each look.
 struct Names {
   PyObject* shape = PyUnicode_InternFromString("shape");
@@ -93,12 +106,12 @@ class ArgReader {
   template <class T>
   T value(const char* name, T otherwise) {
     const py::handle object = next(name);
-    return !object || object.is_none() ? otherwise : object.cast<T>();
+    return !object || object.is_none() ? otherwise : cast<T>(name, object);
   }
   template <class T>
   std::optional<T> optional(const char* name) {
     const py::handle object = next(name);
-    return !object || object.is_none() ? std::nullopt : std::optional<T>(object.cast<T>());
+    return !object || object.is_none() ? std::nullopt : std::optional<T>(cast<T>(name, object));
   }
   std::optional<ScalarType> optional_dtype(const char* name) {
     const py::handle object = next(name);
@@ -112,6 +125,15 @@ class ArgReader {
   }
 
  private:
+  template <class T>
+  static T cast(const char* name, py::handle object) {
+    try {
+      return object.cast<T>();
+    } catch (const py::cast_error&) {
+      refuse_type(name, " must be ", words_for<T>(), ", got ", shown(object));
+    }
+  }
+
   struct Dims {
     std::array<int64_t, kMaxDims> sizes, strides;
   };
@@ -127,6 +149,9 @@ class ArgReader {
 
   TensorInfo describe(const char* name, py::handle object) {
     static const Names names;
+    if (PyObject_HasAttr(object.ptr(), names.stride) == 0) {
+      refuse_type(name, " must be a tensor, got ", shown(object));
+    }
     TensorInfo t;
     t.name = name;
     Dims& dims = dims_.at(num_tensors_++);

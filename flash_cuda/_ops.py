@@ -425,21 +425,31 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     _C.check_fwd(q, k, v, **options)
 
 
+# By type of the schema: how an argument is called in an error, and what such a value has.
+_TYPES = {
+    "int": ("an integer", "__index__"),
+    "SymInt": ("an integer", "__index__"),
+    "float": ("a number", "__float__"),
+    "bool": ("True or False", "__bool__"),
+}
+
+
 def _refuse_types(op: Any, call: Options) -> None:
-    """Raises a TypeError for the first argument that is no tensor, or no integer, but should be."""
+    """Raises a TypeError for the first argument of another type than the schema has for it."""
     for argument in op._schema.arguments:
         kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
         value = call.get(argument.name, argument.default_value)
         if kind == "Tensor":
+            words = "a tensor"
             wrong = not isinstance(value, Tensor) and (value is not None or argument.name in "qkv")
         else:
-            wrong = kind == "int" and isinstance(value, (float, str, list, tuple))
+            words, method = _TYPES[kind]
+            wrong = value is not None and not hasattr(value, method)
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                words, wrong = f"{words} of 64 bits", True
         if wrong:
             name = "window" if argument.name.startswith("window_") else argument.name
-            raise TypeError(
-                f"{name} must be {'a tensor' if kind == 'Tensor' else 'an integer'}, "
-                f"got {value!r:.60} ({type(value).__name__})"
-            )
+            raise TypeError(f"{name} must be {words}, got {value!r:.60} ({type(value).__name__})")
 
 
 def kv_append(

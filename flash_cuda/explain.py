@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,10 @@ DEVICES = {
     "rtx pro 6000": 120,
 }
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
+_NO_DEVICE = (
+    f"device must be a torch device, one of {', '.join(DEVICES)}, 'sm90' or '9.0', got {{!r}}"
+)
+_LARGEST = 1 << 62  # sizes and strides are 64-bit integers in C++
 _CPU = -1  # in place of a compute capability
 _FLOAT32 = ("alibi_slopes", "sink", "q_descale", "k_descale", "v_descale")
 _INT32 = (
@@ -96,7 +101,7 @@ class _Shape:
         strides: Sequence[int] | None = None,
         address: int = 0,
     ) -> None:
-        self.shape = tuple(int(n) for n in shape)
+        self.shape = tuple(shape)
         self.dtype = dtype
         self.device = device
         self._address = address
@@ -104,7 +109,7 @@ class _Shape:
             step, reverse = 1, []
             for n in reversed(self.shape):
                 reverse.append(step)
-                step *= max(n, 1)
+                step = min(step * max(n, 1), _LARGEST)
             strides = reverse[::-1]
         self._strides = tuple(strides)
 
@@ -158,17 +163,16 @@ def explain(
         ValueError: `device` or an option is not known.
     """
     capability, place = _target(device, q)
-    tensors = [_describe(t, dtype, place) for t in (q, k, v)]
-    dtype = tensors[0].dtype
+    options = _renamed(options)
     try:
-        call = _fwd_call(tensors[0], _renamed(options), dtype, place)
+        tensors = [_describe(n, t, dtype, place) for n, t in (("q", q), ("k", k), ("v", v))]
+        dtype = tensors[0].dtype
+        call = _fwd_call(tensors[0], options, dtype, place)
         deterministic = bool(call.pop("deterministic", False))
         if backward:
             return _explain_bwd(capability, tensors, call, deterministic)
         return _explain_fwd(capability, tensors, call)
     except (ValueError, TypeError, NotImplementedError) as error:
-        if isinstance(error, _UnknownOption):
-            raise
         return Explanation(False, reason=str(error), text=f"not served: {error}")
 
 
@@ -238,6 +242,8 @@ def _capability(device: str | int | torch.device) -> int | None:
         return None
     if isinstance(device, int):
         capability = device
+    elif not isinstance(device, str):
+        raise ValueError(_NO_DEVICE.format(device))
     else:
         name = device.lower().removeprefix("nvidia ").strip()
         if name in DEVICES:
@@ -246,10 +252,7 @@ def _capability(device: str | int | torch.device) -> int | None:
             return None
         digits = name.removeprefix("sm").strip("_").replace(".", "")
         if not digits.isdigit():
-            raise ValueError(
-                f"device must be a torch device, one of {', '.join(DEVICES)}, 'sm90' or '9.0', "
-                f"got {device!r}"
-            )
+            raise ValueError(_NO_DEVICE.format(device))
         capability = int(digits)
     if not 10 <= capability < 200:
         raise ValueError(f"device must be a compute capability like 90 or '9.0', got {device!r}")
@@ -259,13 +262,19 @@ def _capability(device: str | int | torch.device) -> int | None:
 # ---- the arguments -------------------------------------------------------------------------------
 
 
-class _UnknownOption(ValueError):
-    pass
-
-
-def _describe(value: Described, dtype: torch.dtype, place: torch.device) -> _Shape:
+def _describe(name: str, value: Described, dtype: torch.dtype, place: torch.device) -> _Shape:
     if not isinstance(value, Tensor):
-        return _Shape(value, dtype, place)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be one of torch's, got {dtype!r:.60}")
+        try:
+            shape = [operator.index(n) for n in value]
+        except TypeError:
+            raise TypeError(
+                f"{name} must be a tensor or a shape, got {value!r:.60} ({type(value).__name__})"
+            ) from None
+        if any(not 0 <= n < _LARGEST for n in shape):
+            raise ValueError(f"{name} must have sizes of at least 0 and under 2**62, got {value}")
+        return _Shape(shape, dtype, place)
     # Meta and fake tensors have a layout and no address.
     address = 0 if value.is_meta or type(value) is not Tensor else value.data_ptr()
     return _Shape(value.shape, value.dtype, place, value.stride(), address)
@@ -284,7 +293,7 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     renamed.pop("return_lse", None)
     for name in renamed:
         if name not in _OPTIONS:
-            raise _UnknownOption(f"attention has no option {name!r}")
+            raise ValueError(f"attention has no option {name!r}")
     return renamed
 
 
@@ -296,11 +305,10 @@ def _fwd_call(
     for name, value in options.items():
         if name not in _TENSORS or value is None:
             continue
-        if isinstance(value, int):  # one length for all sequences
-            cu_seqlens = options.get("cu_seqlens_q")
-            value = q.shape[:1] if cu_seqlens is None else (len(cu_seqlens) - 1,)
+        if isinstance(value, int) and name == "seqused_k":  # one length for all sequences
+            value = (_batch(q, options.get("cu_seqlens_q")),)
         kind = torch.int32 if name in _INT32 else torch.float32 if name in _FLOAT32 else dtype
-        call[name] = _describe(value, kind, place)
+        call[name] = _describe(name, value, kind, place)
     deterministic = call.pop("deterministic", False)
     dropout_p = call.pop("dropout_p", 0.0)
     named = fwd_options(q, **call)  # type: ignore[arg-type]
@@ -309,6 +317,12 @@ def _fwd_call(
         named["rng_state"] = _Shape((2,), torch.int64, place)
     named["deterministic"] = deterministic
     return named
+
+
+def _batch(q: _Shape, cu_seqlens: Described | None) -> int:
+    if cu_seqlens is None:
+        return q.shape[0]
+    return (cu_seqlens.shape if isinstance(cu_seqlens, Tensor) else cu_seqlens)[0] - 1
 
 
 # ---- the answer ----------------------------------------------------------------------------------
@@ -327,6 +341,7 @@ def _explain_bwd(
     capability: int, qkv: list[_Shape], call: dict[str, Any], deterministic: bool
 ) -> Explanation:
     q, k, v = qkv
+    _C.check_fwd(*qkv, **call)  # it knows more options than bwd
     names = ("num_splits", "split_size", "pack_gqa")
     call = {name: value for name, value in call.items() if name not in names}
     for name in ("leftpad_k", "block_table", "cache_batch_idx", "qv", "q_descale", "k_descale"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import Window, cache_lengths, fwd_options, plain_options
+from flash_cuda.options import Window, batch_of, cache_lengths, fwd_options, plain_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -158,7 +158,7 @@ def attention(
             ``torch.use_deterministic_algorithms(True)`` does the same.
         num_splits: parts that the keys are cut into; 0 chooses, 1 is none.
         split_size: keys a part, so that a sequence's bits do not depend on its neighbours; 0 is
-            not fixed.
+            not fixed. Every part takes memory like the output's: 4096 parts at most.
         pack_gqa: query heads of one KV head share a tile; ``None`` chooses.
         strict: exact row maxima and exponentials instead of the faster equivalents.
         return_lse: also return the log-sum-exp.
@@ -445,7 +445,7 @@ def attention_decode(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`attention`.
     """
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = batch_of(q, cu_seqlens_q)
     options = fwd_options(
         q,
         causal=causal,

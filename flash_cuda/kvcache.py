@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_cuda import _ops
 from flash_cuda.flash_attn import last_contiguous, one_of
-from flash_cuda.options import Window, cache_lengths, fwd_options
+from flash_cuda.options import Window, batch_of, cache_lengths, fwd_options
 from flash_cuda.rotary import apply_rotary
 
 
@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: as :func:`flash_cuda.attention`.
     """
     table = one_of("block_table", block_table, "page_table", page_table)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = batch_of(q, cu_seqlens_q)
     lengths = cache_lengths(cache_seqlens, batch, q.device)
     cache: dict[str, Any] = {"block_table": table, "cache_batch_idx": cache_batch_idx}
     if (rotary_cos is None) != (rotary_sin is None):

@@ -24,6 +24,14 @@ def window_ends(causal: bool, window: Window) -> tuple[int, int]:
     return left, 0 if causal else (-1 if right is None else right)
 
 
+def batch_of(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    """Returns the number of sequences."""
+    name, tensor = ("q", q) if cu_seqlens_q is None else ("cu_seqlens_q", cu_seqlens_q)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {tensor!r:.60} ({type(tensor).__name__})")
+    return tensor.shape[0] - (cu_seqlens_q is not None)
+
+
 def cache_lengths(
     seqlens: Tensor | SupportsIndex | None, batch: int, device: torch.device
 ) -> Tensor | None:
@@ -104,6 +112,11 @@ def fwd_options(
     if strict:
         options["strict"] = True
     if pack_gqa is not None:
+        if not isinstance(pack_gqa, int):
+            raise TypeError(
+                "pack_gqa must be True, False or None, "
+                f"got {pack_gqa!r:.60} ({type(pack_gqa).__name__})"
+            )
         options["pack_gqa"] = int(pack_gqa)
     if dropout_p:
         options["dropout_p"] = dropout_p
@@ -113,5 +126,7 @@ def fwd_options(
 
 def _as_statistic(tensor: Tensor, q: Tensor) -> Tensor:
     """Casts a parameter that models keep in 16 bits to the type that logits are formed in."""
+    if not hasattr(tensor, "is_floating_point"):
+        return tensor  # the op says what is wrong with it
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

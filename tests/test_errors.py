@@ -63,6 +63,11 @@ def paged_call() -> dict[str, Any]:
     }
 
 
+def huge(*shape: int) -> torch.Tensor:
+    """Rows of zeros that are all the same one."""
+    return zeros(shape[-1]).expand(shape)
+
+
 def transposed(*shape: int) -> torch.Tensor:
     return zeros(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
@@ -151,6 +156,13 @@ DENSE: list[Case] = [
      r"num_splits must be 0 \(automatic\) to 256, got -1"),
     ("many splits", {"num_splits": 257}, ValueError, "num_splits must .* got 257"),
     ("split_size", {"split_size": -1}, ValueError, "split_size must be at least 0.* got -1"),
+    ("tiny split_size", {"k": huge(2, 8193, 2, 8), "v": huge(2, 8193, 2, 16), "split_size": 2},
+     ValueError, r"split_size must be at least 3 for 8193 keys \(4096 parts\), got 2"),
+    ("rows of q", {"q": huge(2, 2**29, 4096, 8)}, ValueError,
+     "q can have at most 1099511627776 rows of all heads together, got 1073741824 of 4096 heads"),
+    ("rows of k", {"q": huge(2, 1, 2**20, 8), "k": huge(2, 2**29, 2**20, 8),
+                   "v": huge(2, 2**29, 2**20, 16)}, ValueError,
+     "k can have at most .* rows"),
     ("both splits", {"split_size": 8, "num_splits": 2}, ValueError,
      "num_splits and split_size exclude each other, got 2 and 8"),
     ("pack_gqa", {"pack_gqa": 2}, ValueError, "pack_gqa must be -1 .*got 2"),
@@ -189,6 +201,8 @@ PAGED: list[Case] = [
      "block_table .* got stride 2"),
     ("cache idx", {"cache_batch_idx": i32(0, 1)}, ValueError,
      "block_table and cache_batch_idx exclude each other"),
+    ("huge pages", {"k": huge(6, 2**40, 2, 8), "v": huge(6, 2**40, 2, 16)}, ValueError,
+     "batch, lengths and pages can be at most 536870912, got 1099511627776"),
     ("page size", {"k": zeros(6, 0, 2, 8), "v": zeros(6, 0, 2, 16)}, ValueError, "at least 1 row"),
 ]  # fmt: skip
 
@@ -239,6 +253,11 @@ BWD: list[Case] = [
     ("wanted", {"wanted": 32}, ValueError, r"wanted must be a sum of 1 \(dq\).* got 32"),
     ("dbias", {"wanted": 8}, ValueError, "wanted asks for dbias, but bias is not given"),
     ("dsink", {"wanted": 16}, ValueError, "wanted asks for dsink, but sink is not given"),
+    ("dbias of 2^60 scores", {
+        "q": huge(1, 2**29, 2, 8), "k": huge(1, 2**29, 2, 8), "v": huge(1, 2**29, 2, 16),
+        "bias": zeros(1).expand(1, 1, 1, 2**29), "dout": huge(1, 2**29, 2, 16),
+        "out": huge(1, 2**29, 2, 16), "lse": huge(1, 2, 2**29), "wanted": 8,
+    }, ValueError, r"a gradient of bias can sum at most 2\^58 scores, got .* = 5.76461e\+17"),
     ("forward's", {"window_left": -3}, ValueError, "window_left must .* got -3"),
     ("fp8", {n: t.to(FP8) for n, t in dense_call().items()}, TypeError,
      "q must be .* in the backward, got float8_e4m3fn"),
@@ -456,6 +475,46 @@ def test_overrides_for_cpu_tensors_refuse_cuda_tensors(name: str) -> None:
     pattern = f"override '{name}' serves CPU tensors, got q on cuda:0"
     with flash_cuda.use_kernel(name), pytest.raises(ValueError, match=pattern):
         ops.fwd(**call)
+
+
+WRONG_TYPES = [
+    ({"softmax_scale": "x"}, r"softmax_scale must be a number, got 'x' \(str\)"),
+    ({"softmax_scale": [1]}, r"softmax_scale must be a number, got \[1\] \(list\)"),
+    ({"softcap": 1j}, r"softcap must be a number, got 1j \(complex\)"),
+    ({"dropout_p": "x"}, "dropout_p must be a number, got 'x'"),
+    ({"window": "ab"}, "window must be an integer, got 'a'"),
+    ({"attention_chunk": 2.0}, r"attention_chunk must be an integer, got 2.0 \(float\)"),
+    ({"num_splits": 2**64}, "num_splits must be an integer of 64 bits, got 18446744073709551616"),
+    ({"pack_gqa": "x"}, r"pack_gqa must be True, False or None, got 'x' \(str\)"),
+    ({"bias": 3}, r"bias must be a tensor, got 3 \(int\)"),
+    ({"sink": 3}, r"sink must be a tensor, got 3 \(int\)"),
+    ({"alibi_slopes": [1, 2]}, r"alibi_slopes must be a tensor, got \[1, 2\] \(list\)"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "pattern"), WRONG_TYPES, ids=[str(c[0]) for c in WRONG_TYPES])
+def test_arguments_of_another_type_are_named(wrong: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(TypeError, match=pattern):
+        flash_cuda.attention(**dense_call(), **wrong)
+    explained = flash_cuda.explain(**dense_call(), **wrong)
+    assert not explained.served
+    assert explained.reason.startswith(next(iter(wrong)))
+
+
+@pytest.mark.parametrize("value", [None, "q", [1.0], 3])
+def test_what_is_no_tensor_is_named(value: Any) -> None:
+    q, k, v = dense_call().values()
+    packed = packed_call()
+    for name, call in (
+        ("q", lambda: flash_cuda.attention(value, k, v)),
+        ("k", lambda: flash_cuda.attention(q, value, v)),
+        ("q", lambda: flash_cuda.attention_varlen(**packed | {"q": value})),
+        ("q", lambda: flash_cuda.attention_decode(value, k, v, cache_seqlens=3)),
+        ("k", lambda: flash_cuda.attention_decode(q, value, v)),
+        ("q", lambda: flash_cuda.flash_attn_with_kvcache(value, k, v)),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
+            call()
 
 
 # ---- values

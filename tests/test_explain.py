@@ -124,10 +124,43 @@ def test_the_reason_is_the_text_of_the_error() -> None:
     assert flash_cuda.explain(*tensors).reason == str(error.value)
 
 
-@pytest.mark.parametrize("device", ["tpu", "sm", "12.0.1.0", 5])
+@pytest.mark.parametrize("device", ["tpu", "sm", "12.0.1.0", 5, 9.0, []])
 def test_unknown_devices(device: Any) -> None:
     with pytest.raises(ValueError, match="device"):
         flash_cuda.explain(*SHAPES, device=device)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"softcap": "x"}, "softcap must be a number, got 'x' (str)"),
+        ({"num_splits": 1.5}, "num_splits must be an integer, got 1.5 (float)"),
+        ({"num_splits": 999}, "num_splits must be 0 (automatic) to 256, got 999"),
+        ({"pack_gqa": 3}, "pack_gqa must be -1 (automatic), 0 or 1, got 3"),
+        ({"split_size": -3}, "split_size must be at least 0 (0: not fixed), got -3"),
+        ({"bias": 3}, "bias must be a tensor or a shape, got 3 (int)"),
+        ({"seqused_k": 4.5}, "seqused_k must be a tensor or a shape, got 4.5 (float)"),
+        ({"dtype": "x"}, "dtype must be one of torch's, got 'x'"),
+        ({"q": None}, "q must be a tensor or a shape, got None (NoneType)"),
+        ({"k": (2, 1.5, 2, 8)}, "k must be a tensor or a shape, got (2, 1.5, 2, 8) (tuple)"),
+        ({"q": (2, -1, 2, 8)}, "q must have sizes of at least 0 and under 2**62, got"),
+        ({"q": (2**64, 1, 2, 8)}, "q must have sizes of at least 0 and under 2**62, got"),
+    ],
+    ids=str,
+)
+def test_odd_values_are_reasons(wrong: dict[str, Any], reason: str, backward: bool) -> None:
+    """Also options that only the forward has, when the gradient is asked for."""
+    call: dict[str, Any] = {"q": (2, 8, 2, 8), "k": (2, 8, 2, 8), "v": (2, 8, 2, 8)} | wrong
+    answer = flash_cuda.explain(**call, device="h100", backward=backward)
+    assert not answer.served
+    assert answer.reason.startswith(reason)
+
+
+def test_one_length_for_packed_queries_of_a_shape() -> None:
+    q, cache = (100, 4, 64), (3, 128, 4, 64)
+    options = {"cu_seqlens_q": (4,), "cache_seqlens": 9}
+    assert flash_cuda.supported(q, cache, cache, device="cpu", **options)
 
 
 def test_unknown_options() -> None:

@@ -67,7 +67,7 @@ const FwdKernel* split_as_asked(const FwdArgs& a, const Kernels& kernels, FwdPar
   }
   if (a.pack_gqa < 0) p.pack_gqa = plan_pack_gqa(split_shape(a, p, *row));
   if (a.split_size > 0) {
-    p.num_splits = static_cast<int>(ceil_div(int64_t{p.seqlen_kv}, a.split_size));
+    p.num_splits = ceil_div(p.seqlen_kv, p.split_size);
   }
   return row;
 }

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "common/host_device.h"
+
 namespace flash_cuda {
 
 namespace {
@@ -12,6 +14,11 @@ namespace {
 constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
 constexpr int64_t kMaxHeads = 1 << 20;
 constexpr int64_t kMaxSplits = 256;
+constexpr int64_t kMaxParts = 4096;  // that a split_size may cut the keys into
+// Rows of all heads, and scores of a gradient of bias: bytes of results and workspaces, whatever a
+// kernel pads and however many parts it keeps, stay inside 64 bits.
+constexpr int64_t kMaxRows = int64_t{1} << 40;
+constexpr double kMaxBiasScores = 0x1p58;
 constexpr int64_t kMaxHeadDim = 1 << 16;
 // Of factors of the logits, and one over it the least softcap: kernels keep them in float32.
 constexpr double kMaxScale = 1e30;
@@ -134,6 +141,19 @@ int64_t longest(int64_t hint, int64_t total) {
   return hint < 0 ? total : std::min(std::max<int64_t>(hint, 1), total);
 }
 
+void check_length(int64_t n) {
+  if (n > kMaxSeqlen) {
+    refuse_value("batch, lengths and pages can be at most ", kMaxSeqlen, ", got ", n);
+  }
+}
+
+void check_rows(const char* name, int64_t total, int64_t heads) {
+  if (total > kMaxRows / max_of(heads, int64_t{1})) {
+    refuse_value(name, " can have at most ", kMaxRows, " rows of all heads together, got ", total,
+                 " of ", heads, " heads");
+  }
+}
+
 // Batch, lengths and totals; refuses tensors that do not agree on them.
 void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
   check_cu_seqlens(a.cu_seqlens_q);
@@ -169,6 +189,8 @@ void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
     check_rows_contiguous(a.block_table);
     s.num_pages = a.k.size(0);
     s.page_size = a.k.size(1);
+    check_length(s.page_size);
+    check_length(a.block_table.size(1));
     if (s.page_size < 1) refuse_value("k must have pages of at least 1 row, got ", shape_text(a.k));
     s.seqlen_kv = a.block_table.size(1) * s.page_size;
     s.total_kv = s.num_pages * s.page_size;
@@ -192,11 +214,9 @@ void check_lengths_shapes(const FwdArgs& a, Sizes& s) {
     s.seqlen_kv = a.k.size(1);
     s.total_kv = a.k.size(0) * a.k.size(1);
   }
-  for (int64_t n : {s.batch, s.seqlen_q, s.seqlen_kv, s.num_pages}) {
-    if (n > kMaxSeqlen) {
-      refuse_value("batch, lengths and pages can be at most ", kMaxSeqlen, ", got ", n);
-    }
-  }
+  for (int64_t n : {s.batch, s.seqlen_q, s.seqlen_kv, a.k.size(0)}) check_length(n);
+  check_rows("q", s.total_q, s.num_heads_q);
+  check_rows("k", s.total_kv, s.num_heads_kv);
 }
 
 void check_bias(const FwdArgs& a, const Sizes& s) {
@@ -270,6 +290,22 @@ void check_at_least_0(const char* name, int64_t value, const char* meaning_of_0)
   if (value < 0) refuse_value(name, " must be at least 0", meaning_of_0, ", got ", value);
 }
 
+void check_splits(const FwdArgs& a, const Sizes& s) {
+  if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
+    refuse_value("num_splits must be 0 (automatic) to ", kMaxSplits, ", got ", a.num_splits);
+  }
+  check_at_least_0("split_size", a.split_size, " (0: not fixed)");
+  if (a.split_size > 0 && a.num_splits > 1) {
+    refuse_value("num_splits and split_size exclude each other, got ", a.num_splits, " and ",
+                 a.split_size);
+  }
+  const int64_t least = ceil_div(s.seqlen_kv, kMaxParts);
+  if (a.split_size > 0 && a.split_size < least) {
+    refuse_value("split_size must be at least ", least, " for ", s.seqlen_kv, " keys (", kMaxParts,
+                 " parts), got ", a.split_size);
+  }
+}
+
 void check_options(const FwdArgs& a) {
   check_window_end("window_left", a.window_left);
   check_window_end("window_right", a.window_right);
@@ -292,14 +328,6 @@ void check_options(const FwdArgs& a) {
     check_dtype(a.rng_state, ScalarType::kInt64);
     check_shape(a.rng_state, {2}, "(2)");
     check_rows_contiguous(a.rng_state);
-  }
-  if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
-    refuse_value("num_splits must be 0 (automatic) to ", kMaxSplits, ", got ", a.num_splits);
-  }
-  check_at_least_0("split_size", a.split_size, " (0: not fixed)");
-  if (a.split_size > 0 && a.num_splits > 1) {
-    refuse_value("num_splits and split_size exclude each other, got ", a.num_splits, " and ",
-                 a.split_size);
   }
   if (a.pack_gqa < -1 || a.pack_gqa > 1) {
     refuse_value("pack_gqa must be -1 (automatic), 0 or 1, got ", a.pack_gqa);
@@ -341,6 +369,7 @@ Sizes check_fwd(const FwdArgs& a) {
   }
   check_score_tensors(a, s);
   check_options(a);
+  check_splits(a, s);
   return s;
 }
 
@@ -379,6 +408,13 @@ Sizes check_bwd(const BwdArgs& b) {
   }
   if ((b.wanted & 8) && !a.bias.given())
     refuse_value("wanted asks for dbias, but bias is not given");
+  const double scores = static_cast<double>(s.total_q * s.num_heads_q) * s.seqlen_kv;
+  if ((b.wanted & 8) && scores > kMaxBiasScores) {
+    refuse_value(
+        "a gradient of bias can sum at most 2^58 scores, got batch * num_heads_q * "
+        "seqlen_q * seqlen_kv = ",
+        scores);
+  }
   if ((b.wanted & 16) && !a.sink.given())
     refuse_value("wanted asks for dsink, but sink is not given");
   return s;
