@@ -1,10 +1,10 @@
 """The Blackwell kernels on a Hopper card: an opinion that does not come from the emulator.
 
 Their sources are compiled for compute capability 9.0 with `shadow/` before `csrc/`: tensor memory
-is global memory there, and products are plain code of the issuing thread. Copies, mbarriers,
+is global memory there, and products are plain code of the issuing warp. Copies, mbarriers,
 fences, reductions and concurrency are the card's own. Products, loads and stores of tensor memory
 are done when they are issued, so what nobody waits for goes unseen: the emulator finds that. The
-thread that issues for a pair of blocks reaches into the other one, and a copy of that one tells the
+warp that issues for a pair of blocks reaches into the other one, and a copy of that one tells the
 leader's barrier itself.
 """
 
@@ -234,8 +234,8 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# What pairs leave to single thread blocks: few keys, and the general variant.
-NOT_BY_PAIRS = ("one block", "tall", "softcap", "alibi", "bias")
+# What pairs leave to single thread blocks: few keys.
+NOT_BY_PAIRS = ("one block", "tall")
 
 
 @pytest.mark.parametrize("name", CASES)

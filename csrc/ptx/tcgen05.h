@@ -4,26 +4,37 @@
 // a block reaches the lanes 32 (w % 4) to 32 (w % 4) + 31. Loads, stores, products and copies are
 // asynchronous: registers of a load count after tcgen05_wait_ld, stores are seen by others after
 // tcgen05_wait_st, products after the mbarrier of a tcgen05_commit.
+//
+// kCtas (cta_group), the same in all instructions of a kernel: 1, or 2 for pairs of thread blocks,
+// the blocks 2i and 2i + 1 of a cluster. One thread of the even one, the leader, then issues
+// products for both: each block has half of the rows of A and of the result, and half of the
+// columns of B, at the same addresses. Rows of D = A B, 256 of them: the first 128 in the leader's
+// tensor memory. 128 rows: 64 each, whose upper half of columns lies in lanes 64 to 127.
 #pragma once
 
 #include <cstdint>
 
 namespace flash_cuda::ptx {
 
-// ---- allocation; a whole warp
+// ---- allocation; a whole warp, of each block
 
 // The address goes to shared memory. `columns`: 32, 64, ... 512.
+template <int kCtas = 1>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t smem_result, uint32_t columns) {
   asm volatile(
-      "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_result),
-      "r"(columns)
+      "tcgen05.alloc.cta_group::%2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_result),
+      "r"(columns), "n"(kCtas)
       : "memory");
 }
+template <int kCtas = 1>
 __device__ __forceinline__ void tcgen05_relinquish_alloc_permit() {
-  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::%0.sync.aligned;" ::"n"(kCtas)
+               : "memory");
 }
+template <int kCtas = 1>
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t tmem, uint32_t columns) {
-  asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(tmem), "r"(columns)
+  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;" ::"r"(tmem), "r"(columns),
+               "n"(kCtas)
                : "memory");
 }
 
@@ -123,28 +134,40 @@ constexpr uint32_t tcgen05_f16_instruction(bool bf16, bool a_mn_major, bool b_mn
 }
 
 // D (tensor memory) = A B, or += if `accumulate`; 16 deep. A and B in shared memory.
+template <int kCtas = 1>
 __device__ __forceinline__ void tcgen05_mma_ss(uint32_t d, uint64_t a, uint64_t b,
                                                uint32_t instruction, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n"
-      "tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p;\n}" ::"r"(d),
-      "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+      "tcgen05.mma.cta_group::%5.kind::f16 [%0], %1, %2, %3, p;\n}" ::"r"(d),
+      "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate)), "n"(kCtas)
       : "memory");
 }
 // The same with A in tensor memory, two 16-bit elements a column.
+template <int kCtas = 1>
 __device__ __forceinline__ void tcgen05_mma_ts(uint32_t d, uint32_t a, uint64_t b,
                                                uint32_t instruction, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n"
-      "tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, p;\n}" ::"r"(d),
-      "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+      "tcgen05.mma.cta_group::%5.kind::f16 [%0], [%1], %2, %3, p;\n}" ::"r"(d),
+      "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate)), "n"(kCtas)
       : "memory");
 }
-// Arrives on the mbarrier when everything that this thread has issued is done.
+// Arrives on the mbarrier, that of both blocks, when everything that this thread has issued is
+// done.
+template <int kCtas = 1>
 __device__ __forceinline__ void tcgen05_commit(uint32_t bar) {
-  asm volatile(
-      "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(bar)
-      : "memory");
+  if constexpr (kCtas == 1) {
+    asm volatile(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(bar)
+        : "memory");
+  } else {
+    asm volatile(
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
+        "[%0], %1;" ::"r"(bar),
+        "h"(uint16_t(3))
+        : "memory");
+  }
 }
 
 }  // namespace flash_cuda::ptx

@@ -14,6 +14,7 @@
 #include "ptx/setmaxnreg.h"
 #include "ptx/tcgen05.h"
 #include "ptx/tma.h"
+#include "sm100/block.cuh"
 #include "sm100/bwd_reduce.cuh"
 #include "sm100/bwd_scores.cuh"
 #include "sm100/bwd_smem.cuh"
@@ -276,14 +277,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const BwdTask task = find_task<Tile::kPair>(args);
     if (threadIdx.x == 0) smem.exchange->task = task;
   }
-  if (warp == kLoadWarp && threadIdx.x % 32 == 0) smem.init_barriers();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_alloc(ptx::smem_addr(&smem.exchange->tmem), Tile::kTmemColumns);
-    ptx::tcgen05_relinquish_alloc_permit();
-    ptx::tcgen05_fence_before_thread_sync();
-  }
-  __syncthreads();
-  ptx::tcgen05_fence_after_thread_sync();
+  begin_block<1>(smem, warp, kMmaWarp, Tile::kTmemColumns);
   const bool works = smem.task().valid && smem.task().num_steps() > 0;
   if (!works) {
     if (smem.task().valid) store_zeros<Tile>(args, smem.task());
@@ -301,15 +295,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::setmaxnreg_dec<Tile::kRegistersOther>();
     if (warp == kMmaWarp && ptx::elect_one()) BwdIssuer<Tile, kDType>{smem, args}.run();
     if (warp == kLoadWarp && ptx::elect_one()) BwdLoader<Tile>{smem, args}.run();
-    __syncwarp();
   }
-  // Nobody reads or writes tensor memory any more.
-  ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc(smem.exchange->tmem, Tile::kTmemColumns);
-  }
+  end_block<1>(smem, warp, kMmaWarp, Tile::kTmemColumns);
 }
 
 }  // namespace flash_cuda::sm100

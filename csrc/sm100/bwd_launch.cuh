@@ -148,7 +148,11 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
 
 template <DType kDType>
 void launch_bwd_pair(const BwdParams& params, cudaStream_t stream) {
-  launch_bwd_tile<BwdPairTile, kDType>(params, stream);
+  if (changes_scores(params.fwd)) {
+    launch_bwd_tile<BwdPairTile<true>, kDType>(params, stream);
+  } else {
+    launch_bwd_tile<BwdPairTile<false>, kDType>(params, stream);
+  }
 }
 
 }  // namespace flash_cuda::sm100

@@ -12,7 +12,6 @@
 #include "ptx/fence.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/tcgen05.h"
-#include "ptx/tcgen05_pair.h"
 #include "ptx/tma.h"
 #include "sm100/bwd_kernel.cuh"
 #include "sm100/bwd_reduce.cuh"
@@ -78,7 +77,8 @@ struct PairLoader {
                                             BwdBarrier empty, const CUtensorMap* map,
                                             const MapRows& at, int row, uint32_t count) const {
     constexpr int kBox = Tile::kBoxRows * 128;
-    ptx::mbarrier_wait(smem.barrier(empty, tile), (count & 1) ^ 1);
+    const bool once = empty == kBwdQEmpty && tile == kTileRows;
+    if (!once || count == 1) ptx::mbarrier_wait(smem.barrier(empty, tile), (count & 1) ^ 1);
     const uint32_t full = expect(smem.barrier(full_barrier, tile), 2 * kBox);
     to += tile * Tile::kPanelBytes;
 #pragma unroll
@@ -156,9 +156,11 @@ struct PairIssuer {
   const BwdSmem<Tile>& smem;
   const BwdArgs& args;
 
-  // Those of all products, kept over the loop, would not fit this warp's registers.
+  // Made anew for each product: those of all, kept over the loop, would not fit this warp's
+  // registers.
   __device__ __forceinline__ static uint64_t deep_desc(uint32_t tile) {
-    return ptx::tcgen05_desc(ptx::made_anew(tile), kDescDeep);
+    asm volatile("" : "+r"(tile));
+    return ptx::tcgen05_desc(tile, kDescDeep);
   }
 
   // d = a b^T over two panels of columns: the pair's keys x queries, of which a block has 64.
@@ -170,8 +172,8 @@ struct PairIssuer {
       const uint64_t b = ptx::tcgen05_desc(b_tile + panel * (Tile::kBoxRows * 128), kDescRows);
 #pragma unroll
       for (int k = 0; k < kStepsPanel; ++k) {
-        ptx::tcgen05_mma_ss_pair(d, a + 2 * k, b + 2 * k, kInstruction<false, false, 256, 128>,
-                                 panel + k > 0);
+        ptx::tcgen05_mma_ss<2>(d, a + 2 * k, b + 2 * k, kInstruction<false, false, 256, 128>,
+                               panel + k > 0);
       }
     }
   }
@@ -182,8 +184,8 @@ struct PairIssuer {
     const uint64_t b = deep_desc(b_tile + kTileColumns * Tile::kPanelBytes);
 #pragma unroll
     for (int k = 0; k < Tile::kBlockQ / 16; ++k) {
-      ptx::tcgen05_mma_ts_pair(d, a + k / 4 * kHalf + k % 4 * 8, b + k * kDeepStep,
-                               kInstruction<false, true, 256, 128>, accumulate || k > 0);
+      ptx::tcgen05_mma_ts<2>(d, a + k / 4 * kHalf + k % 4 * 8, b + k * kDeepStep,
+                             kInstruction<false, true, 256, 128>, accumulate || k > 0);
     }
   }
   __device__ __forceinline__ void wait(BwdBarrier which, uint32_t count, uint32_t stage = 0) const {
@@ -198,26 +200,27 @@ struct PairIssuer {
   __device__ __forceinline__ void issue_s(uint32_t count) const {
     wait(kBwdQFull, count, kTileRows);
     scores(Tile::kTmemS, smem.k(), smem.q(0));
-    ptx::tcgen05_commit_pair(smem.barrier(kBwdSFull));
-    ptx::tcgen05_commit_pair(smem.barrier(kBwdQEmpty, kTileRows));
+    ptx::tcgen05_commit<2>(smem.barrier(kBwdSFull));
+    // Later on the columns that the load warp has waited for, after this S, say it.
+    if (count == 0) ptx::tcgen05_commit<2>(smem.barrier(kBwdQEmpty, kTileRows));
   }
   __device__ __forceinline__ void issue_dp(uint32_t count) const {
     wait(kBwdDoutFull, count, kTileRows);
     scores(Tile::kTmemDp, smem.v(), smem.dout(0));
-    ptx::tcgen05_commit_pair(smem.barrier(kBwdDpFull));
-    ptx::tcgen05_commit_pair(smem.barrier(kBwdDoutEmpty, kTileRows));
+    ptx::tcgen05_commit<2>(smem.barrier(kBwdDpFull));
+    ptx::tcgen05_commit<2>(smem.barrier(kBwdDoutEmpty, kTileRows));
   }
   __device__ __forceinline__ void issue_dv(uint32_t count) const {
     wait(kBwdDoutFull, count, kTileColumns);
     wait_warps(kBwdPReady, count);
     gradient<Tile::kHalfP>(Tile::kTmemDv, Tile::kTmemS, smem.dout(0), count > 0);
-    ptx::tcgen05_commit_pair(smem.barrier(kBwdDoutEmpty, kTileColumns));
+    ptx::tcgen05_commit<2>(smem.barrier(kBwdDoutEmpty, kTileColumns));
   }
   __device__ __forceinline__ void issue_dk(uint32_t count) const {
     wait(kBwdQFull, count, kTileColumns);
     wait_warps(kBwdDsReady, count);
     gradient<Tile::kHalfDs>(Tile::kTmemDk, Tile::kTmemDp, smem.q(0), count > 0);
-    ptx::tcgen05_commit_pair(smem.barrier(kBwdQEmpty, kTileColumns));
+    ptx::tcgen05_commit<2>(smem.barrier(kBwdQEmpty, kTileColumns));
   }
   // Over the pair's keys. A block has 64 rows of dS^T and 64 columns of K.
   __device__ __forceinline__ void issue_dq(uint32_t count) const {
@@ -225,10 +228,10 @@ struct PairIssuer {
     const uint64_t a = deep_desc(smem.ds()), b = deep_desc(smem.k_columns());
 #pragma unroll
     for (int k = 0; k < 2 * Tile::kBlockKV / 16; ++k) {
-      ptx::tcgen05_mma_ss_pair(Tile::kTmemDq, a + k * kDeepStep, b + k * kDeepStep,
-                               kInstruction<true, true, 128, 128>, k > 0);
+      ptx::tcgen05_mma_ss<2>(Tile::kTmemDq, a + k * kDeepStep, b + k * kDeepStep,
+                             kInstruction<true, true, 128, 128>, k > 0);
     }
-    ptx::tcgen05_commit_pair(smem.barrier(kBwdDqFull));
+    ptx::tcgen05_commit<2>(smem.barrier(kBwdDqFull));
   }
   // Block count's dQ is in registers.
   __device__ __forceinline__ void wait_dq_taken(uint32_t count) const {
@@ -255,13 +258,13 @@ struct PairIssuer {
         if (wants_dq && i > 0) wait_dq_taken(i - 1);
         issue_s(i + 1);
       } else {
-        ptx::tcgen05_commit_pair(smem.barrier(kBwdDvFull));
+        ptx::tcgen05_commit<2>(smem.barrier(kBwdDvFull));
       }
       issue_dk(i);
       if (!last) {
         issue_dp(i + 1);
       } else {
-        ptx::tcgen05_commit_pair(smem.barrier(kBwdDkFull));
+        ptx::tcgen05_commit<2>(smem.barrier(kBwdDkFull));
       }
       if (wants_dq) {
         if (!last) {
@@ -290,16 +293,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const BwdTask task = find_task<true>(args);
     if (threadIdx.x == 0) smem.exchange->task = task;
   }
-  if (warp == kLoadWarp && threadIdx.x % 32 == 0) smem.init_barriers();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_alloc_pair(ptx::smem_addr(&smem.exchange->tmem), Tile::kTmemColumns);
-    ptx::tcgen05_relinquish_alloc_permit_pair();
-  }
-  ptx::tcgen05_fence_before_thread_sync();
-  __syncwarp();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  ptx::tcgen05_fence_after_thread_sync();
+  begin_block<2>(smem, warp, kMmaWarp, Tile::kTmemColumns);
   const bool works = smem.task().valid && smem.task().num_steps() > 0;  // the same in both blocks
   if (!works) {
     if (smem.task().valid) store_zeros<Tile>(args, smem.task());
@@ -317,15 +311,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (warp == kLoadWarp && elected) PairLoader<Tile>{smem, args, rank}.run();
     if (warp == kRelayWarp && elected && args.workspace.dq) relay_ds(smem);
   }
-  __syncwarp();
-  // Nobody reads or writes the other's memory any more, nor tensor memory.
-  ptx::tcgen05_fence_before_thread_sync();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc_pair(smem.exchange->tmem, Tile::kTmemColumns);
-  }
+  // Nobody reads or writes the other's memory any more.
+  end_block<2>(smem, warp, kMmaWarp, Tile::kTmemColumns);
 }
 
 }  // namespace flash_cuda::sm100

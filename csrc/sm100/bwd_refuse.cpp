@@ -54,11 +54,7 @@ const char* refuse_bwd(const BwdParams& params) {
 }
 
 const char* refuse_bwd_pair(const BwdParams& params) {
-  const FwdParams& p = params.fwd;
-  if (changes_scores(p)) {
-    return "softcap, alibi_slopes, bias and scales up to 0 are served by single thread blocks";
-  }
-  if (p.seqlen_kv <= 128) return "up to 128 keys are served by single thread blocks";
+  if (params.fwd.seqlen_kv <= 128) return "up to 128 keys are served by single thread blocks";
   return refuse_bwd(params);
 }
 

@@ -76,9 +76,10 @@ struct BwdTile {
 
 // Two thread blocks with 128 keys each, of whose products each reads half of Q, dO and K: head dims
 // up to 128.
+template <bool kGeneral_>
 struct BwdPairTile {
   static constexpr int kHeadDim = 128, kHeadDimV = 128;
-  static constexpr bool kGeneral = false, kPair = true;
+  static constexpr bool kGeneral = kGeneral_, kPair = true;
   static constexpr int kBlockQ = 128, kBlockKV = 128;  // of a thread block
   static constexpr int kBoxRows = 64;
   static constexpr int kStagesQ = 1, kStagesDout = 1, kStagesStats = 2;

@@ -10,8 +10,8 @@
 #include "ptx/elect.h"
 #include "ptx/fence.h"
 #include "ptx/tcgen05.h"
-#include "ptx/tcgen05_pair.h"
 #include "ptx/tma.h"
+#include "sm100/block.cuh"
 #include "sm100/bwd_store.cuh"
 #include "sm100/bwd_wide_scores.cuh"
 #include "sm100/bwd_wide_smem.cuh"
@@ -54,7 +54,7 @@ struct WideLoader {
                                        uint32_t count) const {
     constexpr BwdWideBarrier kFull = kInRows ? kWideRowsFull : kWideColumnsFull;
     constexpr BwdWideBarrier kEmpty = kInRows ? kWideRowsEmpty : kWideColumnsEmpty;
-    ptx::mbarrier_wait(smem.barrier(kEmpty, which), count % 2 ^ 1);
+    if (!kInRows || count == 1) ptx::mbarrier_wait(smem.barrier(kEmpty, which), count % 2 ^ 1);
     load<kInRows>(kInRows ? smem.rows(which) : smem.columns(which), smem.barrier(kFull, which),
                   &args.pass[which].map, at, row + (kInRows ? rank * Tile::kRows : 0),
                   kInRows ? 0 : rank * Tile::kHalfColumns, ptx::kEvictLast);
@@ -129,11 +129,12 @@ struct WideIssuer {
       const uint64_t b = ptx::tcgen05_desc(smem.rows(which) + box * Tile::kBoxBytes, kDescRows);
 #pragma unroll
       for (int k = 0; k < Tile::kBox / 16; ++k) {
-        ptx::tcgen05_mma_ss_pair(d, a + 2 * k, b + 2 * k, kScores, box + k > 0);
+        ptx::tcgen05_mma_ss<2>(d, a + 2 * k, b + 2 * k, kScores, box + k > 0);
       }
     }
-    ptx::tcgen05_commit_pair(smem.barrier(full));
-    ptx::tcgen05_commit_pair(smem.barrier(kWideRowsEmpty, which));
+    ptx::tcgen05_commit<2>(smem.barrier(full));
+    // Later on the columns that the load warp has waited for, used after this product, say it.
+    if (count == 0) ptx::tcgen05_commit<2>(smem.barrier(kWideRowsEmpty, which));
   }
   // d += a b over the passing rows; a: dS or P.
   __device__ __forceinline__ void gradient(int which, uint32_t a_tile, uint32_t count) const {
@@ -143,10 +144,10 @@ struct WideIssuer {
 #pragma unroll
     for (int k = 0; k < Tile::kBlock / 16; ++k) {
       const uint64_t a = ptx::tcgen05_desc(a_tile + k / 4 * Tile::kBoxBytes, kDescRows);
-      ptx::tcgen05_mma_ss_pair(d, a + k % 4 * 2, b + k * (16 * 128 / 16), kGradient,
-                               count > 0 || k > 0);
+      ptx::tcgen05_mma_ss<2>(d, a + k % 4 * 2, b + k * (16 * 128 / 16), kGradient,
+                             count > 0 || k > 0);
     }
-    ptx::tcgen05_commit_pair(smem.barrier(kWideColumnsEmpty, which));
+    ptx::tcgen05_commit<2>(smem.barrier(kWideColumnsEmpty, which));
   }
 
   // S and dP are a block ahead of the gradients.
@@ -166,7 +167,7 @@ struct WideIssuer {
       if (!last) scores(1, Tile::kTmemDp, kWideDpFull, i + 1);
       gradient(0, smem.ds(), i);
     }
-    ptx::tcgen05_commit_pair(smem.barrier(kWideDone));
+    ptx::tcgen05_commit<2>(smem.barrier(kWideDone));
   }
 };
 
@@ -204,16 +205,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const BwdWideTask task = find_wide_task<Tile>(args);
     if (threadIdx.x == 0) smem.exchange->task = task;
   }
-  if (warp == kLoadWarp && threadIdx.x % 32 == 0) smem.init_barriers();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_alloc_pair(ptx::smem_addr(&smem.exchange->tmem), Tile::kTmemColumns);
-    ptx::tcgen05_relinquish_alloc_permit_pair();
-  }
-  ptx::tcgen05_fence_before_thread_sync();
-  __syncwarp();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  ptx::tcgen05_fence_after_thread_sync();
+  begin_block<2>(smem, warp, kMmaWarp, Tile::kTmemColumns);
   const bool works = smem.task().valid && smem.task().num_steps() > 0;  // the same in both blocks
   if (!works) {
     if (smem.task().valid) store_wide_zeros<Tile>(args, smem.task(), rank);
@@ -224,15 +216,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (warp == kMmaWarp && rank == 0 && elected) WideIssuer<Tile, kDType>{smem}.run();
     if (warp == kLoadWarp && elected) WideLoader<Tile>{smem, args, rank}.run();
   }
-  __syncwarp();
-  // Nobody reads or writes the other's memory any more, nor tensor memory.
-  ptx::tcgen05_fence_before_thread_sync();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc_pair(smem.exchange->tmem, Tile::kTmemColumns);
-  }
+  // Nobody reads or writes the other's memory any more.
+  end_block<2>(smem, warp, kMmaWarp, Tile::kTmemColumns);
 }
 
 }  // namespace flash_cuda::sm100

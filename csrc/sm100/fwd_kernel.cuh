@@ -15,6 +15,7 @@
 #include "ptx/setmaxnreg.h"
 #include "ptx/tcgen05.h"
 #include "ptx/tma.h"
+#include "sm100/block.cuh"
 #include "sm100/fwd_args.h"
 #include "sm100/fwd_correction.cuh"
 #include "sm100/fwd_smem.cuh"
@@ -24,7 +25,8 @@ namespace flash_cuda::sm100 {
 
 // ---- scheduler: one warp
 
-// Publishes this block's tile, then those of blocks that have not started.
+// Publishes this block's tile, then those of blocks that have not started, each when the last K of
+// the tile before it is on its way: others may be free sooner.
 template <class Tile>
 __device__ __forceinline__ void schedule(const FwdSmem<Tile>& smem, const FwdArgs& args) {
   const auto ring = smem.work_ring();
@@ -46,6 +48,7 @@ __device__ __forceinline__ void schedule(const FwdSmem<Tile>& smem, const FwdArg
       smem.exchange->work[ring.stage(tiles)] = work;
       ptx::mbarrier_arrive(ring.full(tiles));
       if (work.q_block >= 0) {
+        ptx::mbarrier_wait(smem.barrier(kNearEnd), tiles % 2);
         ptx::mbarrier_arrive_expect_tx(smem.barrier(kAnswer), 16);
         ptx::cluster_launch_try_cancel(answer, smem.barrier(kAnswer));
         ptx::mbarrier_wait(smem.barrier(kAnswer), tiles % 2);
@@ -99,10 +102,17 @@ struct Loader {
       const FwdWork w = smem.take_work(tiles, false);
       if (w.q_block < 0) return;
       const BlockRange range = blocks_of<Tile>(p, w);
-      if (range.end <= range.begin) continue;
+      if (range.end <= range.begin) {
+        ptx::mbarrier_arrive(smem.barrier(kNearEnd));
+        continue;
+      }
       const MapRows q = args.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch);
       const MapRows kv = args.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
-      load_block<Tile::kPanelsQK>(&args.k_map, range.end - 1, kv);
+      const auto load_k = [&](int kv_block) {
+        load_block<Tile::kPanelsQK>(&args.k_map, kv_block, kv);
+        if (kv_block == range.begin) ptx::mbarrier_arrive(smem.barrier(kNearEnd));
+      };
+      load_k(range.end - 1);
 #pragma unroll
       for (int t = 0; t < Tile::kTilesQ; ++t) load_q(t, w.q_block * Tile::kBlockQ, used, q);
       ++used;
@@ -110,7 +120,7 @@ struct Loader {
 #pragma unroll 1
       for (int b = range.end - 1; b > range.begin; --b) {
         if (Tile::kTilesQ == 2) load_block<Tile::kPanelsV>(&args.v_map, b, kv);
-        load_block<Tile::kPanelsQK>(&args.k_map, b - 1, kv);
+        load_k(b - 1);
         if (Tile::kTilesQ == 1) load_block<Tile::kPanelsV>(&args.v_map, b, kv);
       }
       load_block<Tile::kPanelsV>(&args.v_map, range.begin, kv);
@@ -322,7 +332,6 @@ __device__ __forceinline__ void single_warp(const FwdSmem<Tile>& smem, const Fwd
   } else if (warp == 3) {
     schedule(smem, args);
   }
-  __syncwarp();
 }
 
 template <class Tile, DType kDType>
@@ -333,14 +342,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                            reinterpret_cast<FwdExchange*>(smem_raw + Tile::kSmemBarriers)};
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   constexpr int kMmaWarp = 4 * (Tile::kTilesQ + 1);
-  if (threadIdx.x == 0) smem.init_barriers();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_alloc(ptx::smem_addr(&smem.exchange->tmem), Tile::kTmemColumns);
-    ptx::tcgen05_relinquish_alloc_permit();
-    ptx::tcgen05_fence_before_thread_sync();
-  }
-  __syncthreads();
-  ptx::tcgen05_fence_after_thread_sync();
+  begin_block<1>(smem, warp, kMmaWarp, Tile::kTmemColumns);
   const int warpgroup = warp / 4;
   if (warpgroup < Tile::kTilesQ) {
     ptx::setmaxnreg_inc<Tile::kRegistersSoftmax>();
@@ -352,13 +354,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::setmaxnreg_dec<Tile::kRegistersOther>();
     single_warp<Tile, kDType>(smem, args, warp - kMmaWarp);
   }
-  // Nobody reads or writes tensor memory any more.
-  ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();
-  if (warp == kMmaWarp) {
-    ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc(smem.exchange->tmem, Tile::kTmemColumns);
-  }
+  end_block<1>(smem, warp, kMmaWarp, Tile::kTmemColumns);
 }
 
 }  // namespace flash_cuda::sm100

@@ -41,7 +41,8 @@ enum Barrier : int {
   kOutEmpty = 18,   // Q tile: store -> correction
   kRowTaken = 20,   // Q tile: correction -> softmax: 1 / sum has been read
   kAnswer = 22,     // cluster launch control -> scheduler
-  kBarriers = 23,
+  kNearEnd = 23,    // load -> scheduler: time to take the next tile of work
+  kBarriers = 24,
 };
 
 // A ring of panels; stages are not a power of two, one thread on each side counts.
@@ -110,6 +111,7 @@ struct FwdSmem {
       ptx::mbarrier_init(barrier(kOutEmpty, i), 1);
     }
     ptx::mbarrier_init(barrier(kAnswer), 1);
+    ptx::mbarrier_init(barrier(kNearEnd), 1);
     work_ring().init(1, kWorkReaders<Tile>);
     for (int i = 0; i < Tile::kStages; ++i) {
       ptx::mbarrier_init(ring().full(i), 1);

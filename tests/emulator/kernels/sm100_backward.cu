@@ -29,7 +29,9 @@ void launch(const BwdParams& params) { launch_bwd_wide<DType::kBFloat16>(params,
 #else
 size_t workspace_bytes(const BwdParams& params) { return bwd_workspace_bytes<kHeadDim>(params); }
 #if defined(PAIR)
-void launch(const BwdParams& params) { launch_bwd_pair<DType::kBFloat16>(params, nullptr); }
+void launch(const BwdParams& params) {
+  launch_bwd_tile<BwdPairTile<false>, DType::kBFloat16>(params, nullptr);
+}
 #else
 void launch(const BwdParams& params) {
   using Stages = BwdStages<kHeadDim, kHeadDimV>;
