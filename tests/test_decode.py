@@ -92,6 +92,17 @@ def test_splits(case: AttentionCase, backend: Backend) -> None:
         window_left__window_right=[(-1, -1), (100, 0)],
     ),
     grid(
+        AttentionCase(rows=(2, 2), keys=(700, 690), heads=4, heads_kv=2, head_dim=64),
+        layout=("cache", "paged"),
+        keys=((700, 690), (70, 0)),
+        slack=(0, 900),
+    ),
+    grid(
+        AttentionCase(rows=(1,) * 40, keys=(900,) + (20,) * 39, heads=4, heads_kv=2, head_dim=64),
+        layout=("cache", "paged"),
+        keys=((900,) + (20,) * 39, (130,) * 40),
+    ),
+    grid(
         AttentionCase(rows=(4, 4, 4), keys=(300, 17, 129), heads=8, heads_kv=1),
         layout=("dense", "cache", "paged", "packed_paged"),
         head_dim=(64, 128, 256),

@@ -111,8 +111,13 @@ const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const
   } else if (older) {
     faster = (split.num_splits > 1 || split.dealt_out) && beats_newer();
   } else if (!faster) {
-    // More than a tile of rows: only if most of the device would idle.
-    faster = split.num_splits > 1 && 2 * count_tiles(shape, split.pack_gqa) <= p.num_sms;
+    // More than a tile of rows: if most of the device would idle, or where packing leaves fewer
+    // rows of tiles. A row of the forward's tiles takes half the time, except with pages (measured:
+    // docs/tuning.md).
+    const int64_t tiles = count_tiles(shape, split.pack_gqa);
+    const int64_t rows = tiles * shape.block_q * (p.block_table ? 1 : 2);
+    faster = (split.num_splits > 1 && 2 * tiles <= p.num_sms) ||
+             (split.dealt_out && rows < tiles_of(*whole, shape) * whole->block_q);
   }
   if (!faster) return nullptr;
   p = split;

@@ -22,6 +22,9 @@ struct Deal {
     const int round = share / size, in_round = share - round * size;
     return round * units + in_round * each + min_of(in_round, more);
   }
+  FLASH_CUDA_HOST_DEVICE int size_of(int share) const {
+    return each + (share % size < more ? 1 : 0);
+  }
   // The share that has a unit.
   FLASH_CUDA_HOST_DEVICE int owner(int unit) const {
     const int round = unit / units, in_round = unit - round * units, larger = more * (each + 1);

@@ -4,6 +4,7 @@
 #include "common/launch.h"
 #include "common/launch_slots.h"
 #include "sm80/decode.h"
+#include "sm80/decode_dealt.cuh"
 #include "sm80/decode_even.cuh"
 #include "sm80/decode_kernel.cuh"
 #include "sm80/decode_stream.cuh"
@@ -30,11 +31,9 @@ int resident_blocks(const FwdParams& p) {
                 max_of((p.max_smem_per_block + kReserved) / (Tile::kSmemBytes + kReserved), 1));
 }
 
-// Thread blocks to deal `units` blocks of keys out to: as many as the device holds; where that
-// leaves few units to each, one an SM, since every one makes a piece to be merged; never for one
-// unit.
+// Thread blocks to deal `units` blocks of keys out to: as many as the device holds, or fewer
+// (kFewUnits); never for one unit.
 inline int64_t wanted_shares(int64_t units, int num_sms, int resident) {
-  constexpr int kFewUnits = 4;
   const int64_t all = min_of(int64_t{num_sms} * resident, int64_t{kMostShares});
   return min_of(units < kFewUnits * all ? num_sms : all, ceil_div(units, int64_t{2}));
 }
@@ -55,8 +54,9 @@ inline int arrivals_slot(cudaStream_t stream) {
   return slots.slot_of(stream);
 }
 
+// The tiles of a call.
 template <class Tile>
-DecodeGrid decode_grid(const FwdParams& p) {
+DecodeGrid tile_grid(const FwdParams& p) {
   DecodeGrid g{};
   g.group = static_cast<int>(decode_group(p));
   g.heads = p.num_heads_q / g.group;
@@ -65,51 +65,61 @@ DecodeGrid decode_grid(const FwdParams& p) {
       static_cast<int>(p.cu_seqlens_q ? packed_blocks(p.total_q * g.group, p.batch, Tile::kBlockQ)
                                       : ceil_div(rows, int64_t{Tile::kBlockQ}));
   g.rows = static_cast<int>(min_of(rows, int64_t{Tile::kBlockQ}));
-  if (p.dealt_out) {
-    const int64_t places = int64_t{g.tiles} * (p.cu_seqlens_q ? 1 : p.batch) * g.heads;
-    const int64_t units = places * ceil_div(p.seqlen_kv, Tile::kBlockKV);  // at most
-    const int64_t slots = wanted_shares(units, p.num_sms, resident_blocks<Tile>(p));
-    g.shares = static_cast<int>(max_of(min_of(units, slots), int64_t{1}));
-    if (have_equal_tiles(p) && places > 0) {
-      g.shares = best_shares(places, units, slots);
-      g.blocks = ceil_div(p.seqlen_kv, Tile::kBlockKV);
-      if (g.shares % places == 0) {
-        g.shares_a_tile = round_parts(static_cast<int>(g.shares / places));
-        g.shares = static_cast<int>(places) * g.shares_a_tile;
-        g.deal = Deal::make_rounds(g.blocks, g.shares_a_tile);
-      } else {
-        g.deal = Deal::make(static_cast<int>(places * (g.blocks + kTileOverhead)), g.shares);
-      }
+  return g;
+}
+inline int64_t decode_tiles(const FwdParams& p, const DecodeGrid& g) {
+  return int64_t{g.tiles} * (p.cu_seqlens_q ? 1 : p.batch) * g.heads;
+}
+
+// As many shares as tiles of seqlen_kv keys want; returns how many would be welcome.
+template <class Tile>
+int64_t deal_by_lengths(const FwdParams& p, DecodeGrid& g) {
+  const int64_t units = decode_tiles(p, g) * ceil_div(p.seqlen_kv, Tile::kBlockKV);  // at most
+  const int64_t wanted = wanted_shares(units, p.num_sms, resident_blocks<Tile>(p));
+  g.shares = static_cast<int>(max_of(min_of(units, wanted), int64_t{1}));
+  g.slots = DecodeSlots::make(p.workspace, g.shares, Tile::kBlockQ, Tile::kHeadDimV);
+  return wanted;
+}
+
+template <class Tile>
+DecodeGrid decode_grid(const FwdParams& p) {
+  DecodeGrid g = tile_grid<Tile>(p);
+  if (!p.dealt_out) return g;
+  const int64_t wanted = deal_by_lengths<Tile>(p, g), places = decode_tiles(p, g);
+  if (have_equal_tiles(p) && places > 0) {
+    g.blocks = ceil_div(p.seqlen_kv, Tile::kBlockKV);
+    g.shares = best_shares(places, places * g.blocks, wanted);
+    if (g.shares % places == 0) {
+      g.shares_a_tile = round_parts(static_cast<int>(g.shares / places));
+      g.shares = static_cast<int>(places) * g.shares_a_tile;
+      g.deal = Deal::make_rounds(g.blocks, g.shares_a_tile);
+    } else {
+      g.deal = Deal::make(static_cast<int>(places * (g.blocks + kTileOverhead)), g.shares);
     }
     g.slots = DecodeSlots::make(p.workspace, g.shares, Tile::kBlockQ, Tile::kHeadDimV);
   }
   return g;
 }
 
-inline int64_t decode_tiles(const FwdParams& p, const DecodeGrid& g) {
-  return int64_t{g.tiles} * (p.cu_seqlens_q ? 1 : p.batch) * g.heads;
+// What the lean kernels serve with this tile: dense, one tile of rows for a KV head, no window.
+template <class Tile>
+bool is_lean(const FwdParams& p) {
+  return p.dealt_out && !p.cu_seqlens_q && !p.seqused_q && !p.cu_seqlens_k && !p.leftpad_k &&
+         p.window_left >= kUnbounded && p.attention_chunk == 0 && !p.top_left &&
+         p.head_dim == p.head_dim_v && (p.num_heads_q == p.num_heads_kv || p.pack_gqa) &&
+         p.seqlen_q * decode_group(p) <= Tile::kBlockQ;
 }
-
-// Whether decode_even.cuh serves the call with this tile: all tiles are alike in every way, and
-// each is cut into the same number of parts.
+// Whether all tiles are alike in every way, and each is cut into the same number of parts.
 template <class Tile>
 bool is_even(const FwdParams& p) {
   constexpr int kMostInGrid = 65535;
-  if (!p.dealt_out || p.block_table || p.cache_batch_idx || p.head_dim != p.head_dim_v)
-    return false;
-  const DecodeGrid g = decode_grid<Tile>(p);
-  return g.shares_a_tile > 0 && g.tiles == 1 && g.heads == p.num_heads_kv &&
-         p.batch <= kMostInGrid && g.heads <= kMostInGrid;
-}
-// The same with the tile for calls of fewer tiles than SMs.
-template <class Tile>
-bool is_few(const FwdParams& p) {
-  return p.max_smem_per_block >= Tile::kSmemBytes &&
-         int64_t{p.batch} * p.num_heads_kv < p.num_sms && is_even<Tile>(p);
+  return is_lean<Tile>(p) && have_equal_tiles(p) && !p.block_table && !p.cache_batch_idx &&
+         p.batch <= kMostInGrid && p.num_heads_kv <= kMostInGrid &&
+         decode_grid<Tile>(p).shares_a_tile > 0;
 }
 
-inline DecodeEven make_even(const FwdParams& p, const DecodeGrid& g, int width) {
-  DecodeEven e;
+inline void set_lean_args(DecodeLeanArgs& e, const FwdParams& p, const DecodeGrid& g,
+                          cudaStream_t stream) {
   e.q = static_cast<const char*>(p.q);
   e.k = static_cast<const char*>(p.k);
   e.v = static_cast<const char*>(p.v);
@@ -127,24 +137,60 @@ inline DecodeEven make_even(const FwdParams& p, const DecodeGrid& g, int width) 
   e.group = g.group;
   e.inverse_group = static_cast<int>(ceil_div(1 << 16, g.group));
   e.rows = g.rows;
-  e.each = g.deal.each;
-  e.more = g.deal.more;
   e.softmax_scale = p.softmax_scale;
-  e.counters = g.counters;
-  e.piece_out = g.slots.out;
-  e.piece_lse = g.slots.out + int64_t{g.shares} * g.rows * width;
-  return e;
+  e.counters = arrivals_slot(stream);
+}
+template <class Tile, class Args>
+void launch_lean_kernel(void (*kernel)(Args), dim3 grid, cudaStream_t stream, const Args& args,
+                        std::atomic<uint64_t>& allowed) {
+  allow_dynamic_smem(kernel, Tile::kSmemBytes, allowed);
+  launch_kernel(kernel, {grid, Tile::kThreads, Tile::kSmemBytes}, stream, args);
 }
 template <class Tile, DType kDType>
 void launch_even(const FwdParams& p, cudaStream_t stream) {
-  DecodeGrid g = decode_grid<Tile>(p);
-  g.counters = arrivals_slot(stream);
-  constexpr auto kKernel = decode_even_kernel<Tile, kDType>;
+  const DecodeGrid g = decode_grid<Tile>(p);
+  DecodeEvenArgs args;
+  set_lean_args(args, p, g, stream);
+  args.each = g.deal.each;
+  args.more = g.deal.more;
+  args.piece_out = g.slots.out;
+  args.piece_lse = g.slots.out + int64_t{g.shares} * g.rows * Tile::kHeadDimV;
   static std::atomic<uint64_t> allowed{0};
-  allow_dynamic_smem(kKernel, Tile::kSmemBytes, allowed);
-  launch_kernel(kKernel,
-                {dim3(g.shares_a_tile, g.heads, p.batch), Tile::kThreads, Tile::kSmemBytes}, stream,
-                make_even(p, g, Tile::kHeadDimV));
+  launch_lean_kernel<Tile>(decode_even_kernel<Tile, kDType>,
+                           dim3(g.shares_a_tile, g.heads, p.batch), stream, args, allowed);
+}
+
+// Lengths are not known: as many thread blocks as seqlen_kv might want.
+template <class Tile>
+DecodeGrid dealt_grid(const FwdParams& p) {
+  DecodeGrid g = tile_grid<Tile>(p);
+  deal_by_lengths<Tile>(p, g);
+  return g;
+}
+template <class Tile, DType kDType>
+void launch_dealt(const FwdParams& p, cudaStream_t stream) {
+  const DecodeGrid g = dealt_grid<Tile>(p);
+  const int64_t tiles = decode_tiles(p, g);
+  if (tiles == 0) return;
+  DecodeDealtArgs args;
+  set_lean_args(args, p, g, stream);
+  args.lengths = p.seqused_k;
+  args.cache_batch_idx = p.cache_batch_idx;
+  args.block_table = p.block_table;
+  args.block_table_stride = p.block_table_stride;
+  args.page_size = p.page_size;
+  args.batch = p.batch;
+  args.heads = g.heads;
+  args.fewer_shares = min_of(g.shares, p.num_sms);
+  args.equal_shares = best_shares(tiles, int64_t{kUnbounded}, g.shares);
+  args.equal_parts =
+      args.equal_shares % tiles == 0 ? round_parts(static_cast<int>(args.equal_shares / tiles)) : 0;
+  args.inverse_parts = ceil_div(1 << kInverseShift, max_of(args.equal_parts, 1));
+  args.inverse_heads = ceil_div(1 << kInverseShift, g.heads);
+  args.slots = g.slots;
+  static std::atomic<uint64_t> allowed{0};
+  launch_lean_kernel<Tile>(decode_dealt_kernel<Tile, kDType>, dim3(g.shares), stream, args,
+                           allowed);
 }
 
 template <class Tile, auto kKernel>
@@ -162,19 +208,25 @@ void launch_decode_kernel(const FwdParams& p, cudaStream_t stream) {
                 stream, p, g);
 }
 
-enum class DecodeKind { kEven, kStream, kBlock };
+enum class DecodeKind { kEven, kDealt, kStream, kBlock };
 template <DecodeKind kKind>
 using DecodeKindTag = std::integral_constant<DecodeKind, kKind>;
 
 // Calls visit(tile, kind) for the tile and kernel that serve a plain call of at most 32 rows.
 template <int kHeadDim, bool kLarge, int kRowTiles, class Visit>
 void visit_stream_tile(const FwdParams& p, Visit visit) {
+  using Even = DecodeKindTag<DecodeKind::kEven>;
+  using Dealt = DecodeKindTag<DecodeKind::kDealt>;
   using Tile = StreamTile<kHeadDim, kHeadDim, kLarge, kRowTiles>;
   if constexpr (kLarge && kHeadDim <= 128) {
     using Few = FewTile<kHeadDim, kRowTiles>;
-    if (is_few<Few>(p)) return visit(Few{}, DecodeKindTag<DecodeKind::kEven>{});
+    if (p.max_smem_per_block >= Few::kSmemBytes && int64_t{p.batch} * p.num_heads_kv < p.num_sms &&
+        is_lean<Few>(p)) {
+      return is_even<Few>(p) ? visit(Few{}, Even{}) : visit(Few{}, Dealt{});
+    }
   }
-  if (is_even<Tile>(p)) return visit(Tile{}, DecodeKindTag<DecodeKind::kEven>{});
+  if (is_even<Tile>(p)) return visit(Tile{}, Even{});
+  if (is_lean<Tile>(p)) return visit(Tile{}, Dealt{});
   visit(Tile{}, DecodeKindTag<DecodeKind::kStream>{});
 }
 
@@ -214,9 +266,10 @@ template <int kHeadDim, int kHeadDimV>
 size_t decode_workspace_bytes(const FwdParams& p) {
   if (!p.dealt_out) return 0;
   size_t bytes = 0;
-  visit_decode_size<kHeadDim, kHeadDimV>(p, [&](auto tile, auto) {
+  visit_decode_size<kHeadDim, kHeadDimV>(p, [&](auto tile, auto kind) {
     using Tile = decltype(tile);
-    const DecodeGrid g = decode_grid<Tile>(p);
+    const DecodeGrid g =
+        kind.value == DecodeKind::kDealt ? dealt_grid<Tile>(p) : decode_grid<Tile>(p);
     bytes = DecodeSlots::bytes(g.shares, Tile::kBlockQ, Tile::kHeadDimV);
   });
   return bytes;
@@ -230,6 +283,8 @@ void launch_decode(const FwdParams& params, cudaStream_t stream) {
     using Tile = decltype(tile);
     if constexpr (kind.value == DecodeKind::kEven) {
       launch_even<Tile, kDType>(p, stream);
+    } else if constexpr (kind.value == DecodeKind::kDealt) {
+      launch_dealt<Tile, kDType>(p, stream);
     } else if constexpr (kind.value == DecodeKind::kStream) {
       launch_decode_kernel<Tile, decode_stream_kernel<Tile, kDType>>(p, stream);
     } else {

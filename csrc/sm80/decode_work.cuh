@@ -22,6 +22,10 @@ namespace flash_cuda::sm80 {
 // thread block that goes from one tile to the next loses about the time of so many blocks.
 constexpr int kTileOverhead = 2;
 
+// Where that leaves fewer units to each of the thread blocks that the device holds, work is dealt
+// out to one an SM, since every one makes a piece to be merged.
+constexpr int kFewUnits = 4;
+
 // One part of the keys of one tile.
 struct DecodeSegment {
   enum class Target { kOut, kSlot, kPart };

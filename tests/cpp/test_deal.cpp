@@ -16,6 +16,7 @@ void test_deal() {
       EXPECT(deal.begin(0) == 0 && deal.begin(shares) == total);
       for (int c = 0; c < shares; ++c) {
         const int count = deal.begin(c + 1) - deal.begin(c);
+        EXPECT(count == deal.size_of(c));
         EXPECT(count == total / shares || count == ceil_div(total, shares));
         for (int u = deal.begin(c); u < deal.begin(c + 1); ++u) EXPECT(deal.owner(u) == c);
       }
@@ -27,6 +28,7 @@ void test_deal() {
       const Deal deal = Deal::make_rounds(units, size);
       for (int c = 0; c < 3 * size; ++c) {
         EXPECT(deal.begin(c) >= c / size * units && deal.begin(c + 1) <= (c / size + 1) * units);
+        EXPECT(deal.begin(c + 1) == deal.begin(c) + deal.size_of(c));
         for (int u = deal.begin(c); u < deal.begin(c + 1); ++u) EXPECT(deal.owner(u) == c);
       }
       EXPECT(deal.begin(3 * size) == 3 * units);
