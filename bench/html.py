@@ -30,7 +30,7 @@ def charts(report: dict[str, Any]) -> str:
     for chart in CHARTS:
         for name, figure in chart(report):
             buffer = io.BytesIO()
-            figure.savefig(buffer, format="svg")
+            figure.savefig(buffer, format="svg", bbox_inches="tight")
             plt.close(figure)
             data = base64.b64encode(buffer.getvalue()).decode()
             parts.append(f'<img alt="{escape(name)}" src="data:image/svg+xml;base64,{data}">')

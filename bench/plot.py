@@ -401,7 +401,9 @@ def draw_all(report: dict[str, Any], folder: Path) -> list[str]:
             name = name.replace("+", "_")
             for extension in FORMATS:
                 metadata = {"Date": None} if extension == "svg" else None
-                figure.savefig(folder / f"{name}.{extension}", dpi=130, metadata=metadata)
+                figure.savefig(
+                    folder / f"{name}.{extension}", dpi=130, bbox_inches="tight", metadata=metadata
+                )
             plt.close(figure)
             names.append(name)
         text = ", ".join(f"{folder / name}.png" for name in names)

@@ -33,6 +33,10 @@ from .warm import warm_up
 
 RESULTS = Path(__file__).with_name("results")
 EXIT_WRONG, EXIT_DEVICE_LOST, EXIT_INTERRUPTED = 1, 3, 130
+EXIT_CODES = f"""exit codes:
+  0 all went well; 2 the command line is wrong
+  {EXIT_WRONG} flash_cuda was wrong or failed, or a setting cannot be served
+  {EXIT_DEVICE_LOST} the device was lost; {EXIT_INTERRUPTED} interrupted (with a report)"""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -40,6 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.run",
         description=__doc__,
+        epilog=EXIT_CODES,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     add = parser.add_argument

@@ -459,7 +459,8 @@ def run_suites(
                 raise
             except KeyboardInterrupt:  # what was measured so far is worth keeping
                 outcome.interrupted = True
-                outcome.skipped.append(case.key)
+                if not any(entry["key"] == case.key for entry in runner.results):
+                    outcome.skipped.append(case.key)
             except Exception as error:  # a fault of ours must not cost the cases before and after
                 traceback.print_exc()
                 outcome.broken.append(f"{case.key}: {first_line(error)}")

@@ -308,6 +308,21 @@ def test_ctrl_c_ends_the_run_but_keeps_what_was_measured() -> None:
     assert [c["when"] for c in report["ceiling"]] == ["start", "middle", "end"]
 
 
+def test_an_interrupted_case_that_has_results_is_not_called_skipped() -> None:
+    class Impatient(Plain):
+        def refuses(self, case: Case) -> str | None:
+            if self.name == "b":
+                raise KeyboardInterrupt
+            return "not this one"
+
+    cases = [case_of(seqlen=n) for n in (16, 32)]
+    contestants = [Impatient("a"), Impatient("b")]
+    report = run_suites([suite(*cases)], contestants, {}, settings(), print)
+    assert report["interrupted"]
+    measured = {e["key"] for e in report["results"]}
+    assert set(report["skipped"]) == {c.key for c in cases} - measured
+
+
 def test_a_suite_runs_its_own_backends() -> None:
     few = Suite("few", "", "cpu", ("b",), (replace(case_of(), suite="few"),))
     report = run_suites([suite(case_of()), few], [Plain("a"), Plain("b")], {}, settings(), print)
