@@ -215,6 +215,21 @@ void test_prepare() {
     const FwdCall call = d.prepare(only_decode);
     EXPECT(is(call.kernel, "sm80_decode_hdim128") && call.params.num_splits == 1 && call.combine);
   }
+  {  // more than a tile of rows: dealt out and packed where that leaves fewer rows of tiles
+    Kernels deals_out = kAmpere;
+    KernelTable table = kTable80;
+    FwdKernel decode = kDecode80[0];
+    decode.deals_out = true;
+    decode.block_q = 64;
+    table.decode = &decode;
+    deals_out.folders[0].table = &table;
+    const Dense few(64, 16, 2048, 32, 4, 128), more(64, 64, 2048, 32, 4, 128);
+    const FwdCall call = few.prepare(deals_out);
+    EXPECT(is(call.kernel, "sm80_decode_hdim128") && call.params.pack_gqa && !call.combine);
+    EXPECT(is(more.prepare(deals_out).kernel, "sm80_fwd_hdim256"));
+    const Dense each(64, 65, 2048, 4, 4, 128);  // nothing to pack
+    EXPECT(is(each.prepare(deals_out).kernel, "sm80_fwd_hdim256"));
+  }
   {  // asked for
     Dense d(4, 4096, 4096, 16, 16, 128);
     d.args.num_splits = 3;
