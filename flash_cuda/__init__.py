@@ -21,7 +21,7 @@ if not any((_Path(__file__).parent / f"_C{suffix}").exists() for suffix in _SUFF
         "`pip install -e .` there, or start Python in another folder to use the installed package"
     )
 
-from flash_cuda import _fake, _vmap  # noqa: F401  they register themselves
+from flash_cuda import _fake, _short_cut, _vmap  # noqa: F401  they register themselves
 from flash_cuda.explain import Explanation, explain, supported
 from flash_cuda.flash_attn import (
     flash_attn_func,

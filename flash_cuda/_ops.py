@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from flash_cuda import _C, _engine
+from flash_cuda.options import refuse_types
 from flash_cuda.override import use_kernel
 
 Options = dict[str, Any]
@@ -44,6 +45,8 @@ def _argument_names(op: Any) -> tuple[str, ...]:
 
 
 FWD_NAMES = _argument_names(FWD)
+# Of what follows q, k and v.
+_DEFAULTS = tuple(argument.default_value for argument in FWD._schema.arguments[3:])  # type: ignore[attr-defined]
 _DENSE_NAMES = _argument_names(FWD_DENSE)
 _DENSE_OPTIONS = frozenset(_DENSE_NAMES[3:])
 # Those options in `fwd`, where they stand side by side.
@@ -210,10 +213,23 @@ def _fwd_below_autograd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Ou
         return FWD(q, k, v, **options)
 
 
-def _nothing_listens(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """No dispatch mode and no tensor subclass is there, which would miss `fwd`."""
+def is_plain_call(q: Any, k: Any, v: Any, options: Options) -> bool:
+    """Whether `_fwd_dense` is all that a call of `fwd` comes to."""
+    return (
+        options.keys() <= _DENSE_OPTIONS
+        and _nothing_listens(q, k, v)
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._is_any_autocast_enabled()
+        and not _wants_grad(q, k, v)
+    )
+
+
+def _nothing_listens(q: Any, k: Any, v: Any) -> bool:
+    """No mode, no tracer and no tensor subclass is there, which would miss `fwd`."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._get_tracing_state() is None
         and type(q) in _PLAIN_TENSORS
         and type(k) in _PLAIN_TENSORS
         and type(v) in _PLAIN_TENSORS
@@ -291,7 +307,7 @@ def _has_tangent(*args: Any) -> bool:
 def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
     """Autograd kernel of `fwd`; torch leaves out trailing arguments that have their default."""
     if _wants_grad(*args, **kwargs):
-        options = {**dict(zip(FWD_NAMES[3:], args[3:])), **kwargs}  # noqa: B905
+        options = {**_given(args[3:]), **kwargs}
         q, k, v = args[:3]
         bias, sink = options.pop("bias", None), options.pop("sink", None)
         _refuse_untracked(options)
@@ -304,6 +320,15 @@ def _fwd_autograd(*args: Any, **kwargs: Any) -> OutLse:
         return FWD_DENSE(*args[:3], *args[_DENSE_FROM:])
     with _below_autograd():
         return FWD(*args, **kwargs)
+
+
+def _given(args: tuple[Any, ...]) -> Options:
+    """Arguments behind q, k, v by name, without those that only stand ahead of one that counts."""
+    return {
+        name: value
+        for name, value, default in zip(FWD_NAMES[3:], args, _DEFAULTS)  # noqa: B905
+        if value is not default and (default is None or value != default)
+    }
 
 
 def _is_dense_call(args: tuple[Any, ...], kwargs: Options) -> bool:
@@ -413,7 +438,7 @@ def attention_forward(
     except ValueError as error:
         _engine.raise_as_refused(error)
     except RuntimeError:  # also what torch says of arguments that the schema does not take
-        _refuse_types(FWD, {"q": q, "k": k, "v": v, **options})
+        refuse_types(FWD, {"q": q, "k": k, "v": v, **options})
         raise
 
 
@@ -421,35 +446,8 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     """Refuses what `attention_forward` would refuse by its shapes and numbers; runs nothing."""
     if torch.compiler.is_dynamo_compiling():
         return  # the ops check when they are traced
-    _refuse_types(FWD, {"q": q, "k": k, "v": v, **options})
+    refuse_types(FWD, {"q": q, "k": k, "v": v, **options})
     _C.check_fwd(q, k, v, **options)
-
-
-# By type of the schema: how an argument is called in an error, and what such a value has.
-_TYPES = {
-    "int": ("an integer", "__index__"),
-    "SymInt": ("an integer", "__index__"),
-    "float": ("a number", "__float__"),
-    "bool": ("True or False", "__bool__"),
-}
-
-
-def _refuse_types(op: Any, call: Options) -> None:
-    """Raises a TypeError for the first argument of another type than the schema has for it."""
-    for argument in op._schema.arguments:
-        kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
-        value = call.get(argument.name, argument.default_value)
-        if kind == "Tensor":
-            words = "a tensor"
-            wrong = not isinstance(value, Tensor) and (value is not None or argument.name in "qkv")
-        else:
-            words, method = _TYPES[kind]
-            wrong = value is not None and not hasattr(value, method)
-            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-                words, wrong = f"{words} of 64 bits", True
-        if wrong:
-            name = "window" if argument.name.startswith("window_") else argument.name
-            raise TypeError(f"{name} must be {words}, got {value!r:.60} ({type(value).__name__})")
 
 
 def kv_append(

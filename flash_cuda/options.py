@@ -130,3 +130,30 @@ def _as_statistic(tensor: Tensor, q: Tensor) -> Tensor:
         return tensor  # the op says what is wrong with it
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+# By type of the schema: how an argument is called in an error, and what such a value has.
+_TYPES = {
+    "int": ("an integer", "__index__"),
+    "SymInt": ("an integer", "__index__"),
+    "float": ("a number", "__float__"),
+    "bool": ("True or False", "__bool__"),
+}
+
+
+def refuse_types(op: Any, call: dict[str, Any]) -> None:
+    """Raises a TypeError for the first argument of another type than the schema has for it."""
+    for argument in op._schema.arguments:
+        kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+        value = call.get(argument.name, argument.default_value)
+        if kind == "Tensor":
+            words = "a tensor"
+            wrong = not isinstance(value, Tensor) and (value is not None or argument.name in "qkv")
+        else:
+            words, method = _TYPES[kind]
+            wrong = value is not None and not hasattr(value, method)
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                words, wrong = f"{words} of 64 bits", True
+        if wrong:
+            name = "window" if argument.name.startswith("window_") else argument.name
+            raise TypeError(f"{name} must be {words}, got {value!r:.60} ({type(value).__name__})")
