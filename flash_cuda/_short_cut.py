@@ -1,9 +1,10 @@
 """A short cut for plain calls of the public op `fwd`.
 
 torch reads the 31 arguments of `fwd` once to reach the autograd kernel, which is Python, and the
-few that count once more from there: 4.5 us of 18 (docs/tuning.md). A call that wants no gradient, gives nothing but what `_fwd_dense` takes, and that nobody listens to, goes to
-`_fwd_dense` at once. Everything else, and all that comes through the dispatcher (compiled graphs,
-modes, transforms, subclasses), sees `fwd`.
+few that count once more from there: 4.5 us of 18 (docs/tuning.md). A call that wants no gradient,
+gives nothing but what `_fwd_dense` takes, and that nobody listens to, goes to `_fwd_dense` at once.
+Everything else, and all that comes through the dispatcher (compiled graphs, modes, transforms,
+subclasses), sees `fwd`.
 """
 
 from __future__ import annotations
