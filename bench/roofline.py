@@ -82,16 +82,50 @@ class Kernel:
         }
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A pass of the backward for head dims up to 256, by pairs of thread blocks.
+
+    64 rows of one side stay in each block and blocks of 128 of the other side pass: two turns of
+    the loop for 128 x 128 scores.
+
+    Attributes:
+        gradients: that are summed up, dK and dV or dQ.
+        instructions: of each role in one turn of its loop, and its warps.
+    """
+
+    name: str
+    gradients: int
+    instructions: tuple[tuple[int, int], ...]
+
+    @property
+    def smem_bytes(self) -> float:
+        """Of two turns, as those of Kernel."""
+        rows, scores = 2 * 64 * 256, 2 * 64 * 128  # 64 rows of an operand, of P or dS
+        operands = 2 * (rows + rows) + self.gradients * (scores + rows)
+        stats = 8 * (2 * 32 // 4) * SMEM_BYTES if self.gradients == 2 else 0
+        arriving = (2 + self.gradients) * rows
+        return 2.0 * (operands + self.gradients * scores + stats + arriving)
+
+    def cycles(self) -> dict[str, float]:
+        return {
+            "matrix": 2.0 * (2 + self.gradients) * 128 * KEYS * 256 / FLOPS,
+            "exp2": 128.0 * KEYS / EXPONENTIALS,
+            "smem": self.smem_bytes / SMEM_BYTES,
+            "issue": 2.0 * sum(count * warps for count, warps in self.instructions) / ISSUE_SLOTS,
+        }
+
+
 # Instructions: softmax or scores, correction or dQ, MMA, load (single warps).
-KERNELS: tuple[Kernel, ...] = (
-    Kernel("forward 64", False, 64, 64, 256, 48, ((714, 8), (198, 4), (256, 1), (106, 1))),
-    Kernel("forward 96", False, 96, 96, 256, 32, ((661, 8), (283, 4), (324, 1), (180, 1))),
-    Kernel("forward 128", False, 128, 128, 256, 24, ((627, 8), (367, 4), (306, 1), (180, 1))),
-    Kernel("forward 192/128", False, 192, 128, 256, 16, ((595, 8), (367, 4), (305, 1), (230, 1))),
-    Kernel("forward 256", False, 256, 256, 128, 0, ((532, 4), (368, 4), (188, 1), (340, 1))),
-    Kernel("backward 64", True, 64, 64, 128, 0, ((393, 8), (324, 4), (301, 1), (151, 1))),
-    Kernel("backward 96", True, 96, 96, 128, 0, ((396, 8), (455, 4), (333, 1), (190, 1))),
-    Kernel("backward 128", True, 128, 128, 128, 0, ((392, 8), (411, 4), (313, 1), (190, 1))),
+KERNELS: tuple[Kernel | Pass, ...] = (
+    Kernel("forward 64", False, 64, 64, 256, 32, ((665, 8), (198, 4), (256, 1), (109, 1))),
+    Kernel("forward 96", False, 96, 96, 256, 24, ((644, 8), (283, 4), (324, 1), (183, 1))),
+    Kernel("forward 128", False, 128, 128, 256, 24, ((644, 8), (367, 4), (306, 1), (183, 1))),
+    Kernel("forward 192/128", False, 192, 128, 256, 16, ((607, 8), (367, 4), (305, 1), (233, 1))),
+    Kernel("forward 256", False, 256, 256, 128, 0, ((532, 4), (368, 4), (188, 1), (343, 1))),
+    Kernel("backward 64", True, 64, 64, 128, 0, ((392, 8), (320, 4), (299, 1), (151, 1))),
+    Kernel("backward 96", True, 96, 96, 128, 0, ((396, 8), (461, 4), (331, 1), (190, 1))),
+    Kernel("backward 128", True, 128, 128, 128, 0, ((392, 8), (413, 4), (311, 1), (190, 1))),
     Kernel(
         "backward 128, pairs",
         True,
@@ -99,10 +133,12 @@ KERNELS: tuple[Kernel, ...] = (
         128,
         128,
         0,
-        ((454, 8), (370, 4), (372, 1), (318, 1)),
+        ((453, 8), (370, 4), (370, 1), (324, 1)),
         pair=True,
     ),
-    Kernel("backward 192/128", True, 192, 128, 128, 0, ((397, 8), (609, 4), (313, 1), (200, 1))),
+    Kernel("backward 192/128", True, 192, 128, 128, 0, ((401, 8), (618, 4), (314, 1), (200, 1))),
+    Pass("backward 256, keys stay", 2, ((282, 8), (242, 1), (505, 1))),
+    Pass("backward 256, queries stay", 1, ((217, 8), (178, 1), (350, 1))),
 )
 
 

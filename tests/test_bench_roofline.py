@@ -18,13 +18,19 @@ LOOP = """\
 """
 
 
-def kernel(name: str) -> roofline.Kernel:
+def kernel(name: str) -> roofline.Kernel | roofline.Pass:
     return next(k for k in roofline.KERNELS if k.name == name)
 
 
 @pytest.mark.parametrize(
     ("name", "matrix", "exp2"),
-    [("forward 128", 2048, 1664), ("backward 64", 1280, 1024), ("backward 128", 2560, 1024)],
+    [
+        ("forward 128", 2048, 1664),
+        ("backward 64", 1280, 1024),
+        ("backward 128", 2560, 1024),
+        ("backward 256, keys stay", 4096, 1024),
+        ("backward 256, queries stay", 3072, 1024),
+    ],
 )
 def test_cycles(name: str, matrix: float, exp2: float) -> None:
     cycles = kernel(name).cycles()

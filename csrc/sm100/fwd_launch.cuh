@@ -14,11 +14,11 @@ template <int kHeadDim, int kHeadDimV>
 struct FwdTiles;
 template <>
 struct FwdTiles<64, 64> {
-  static constexpr int kStages = 10, kEmulated = 48;
+  static constexpr int kStages = 10, kEmulated = 32;
 };
 template <>
 struct FwdTiles<96, 96> {
-  static constexpr int kStages = 6, kEmulated = 32;
+  static constexpr int kStages = 6, kEmulated = 24;
 };
 template <>
 struct FwdTiles<128, 128> {

@@ -94,6 +94,7 @@ void Thread::mbarrier_inval(int where, uint32_t a) {
 void mbarrier_check(Thread& t, int at, uint32_t a) {
   uint8_t* p = address_of(t, at, a);
   load(t, at, p);
+  if (t.hb) M.race->access(t, at, p, 8, true, true);
   auto it = M.mbarrier_inits.find(p);
   if (it == M.mbarrier_inits.end()) return;
   if (it->second.thread->async->fence_time < it->second.time &&

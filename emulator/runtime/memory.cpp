@@ -7,6 +7,9 @@ uint8_t* shared_range(Thread& t, int at, uint32_t address, uint32_t n) {
   uint32_t const offset = address & (kCtaStride - 1), rank = address >> kCtaShift;
   if (rank >= t.cluster_size || offset + n > t.cta->smem_size)
     t.fail(at, "shared memory access out of bounds");
+  Cta const* owner = t.cta->peer[rank];
+  if (owner != t.cta && !owner->alive)
+    t.fail(at, "access to the shared memory of a thread block that has ended");
   return t.arena + address;
 }
 

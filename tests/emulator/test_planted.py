@@ -34,6 +34,7 @@ ALWAYS_WRONG = (
     "init_fence",
 )
 _EMPTY = "smem.work_ring().wait_empty(count + 1);"
+_ANSWER = "ptx::mbarrier_arrive_expect_tx(smem.barrier(kAnswer), 16);"
 # What cannot be noticed: kind, the source line and the next one.
 UNOBSERVABLE = {
     # The kernel's last one: the sources have been read, and the end of a grid completes its writes.
@@ -45,6 +46,7 @@ UNOBSERVABLE = {
         (kind, "ptx::mbarrier_wait(smem.draw_barrier(), count % 2);", _EMPTY)
         for kind in ("parity", "mbarrier_wait")
     ),
+    ("mbarrier_wait", "ptx::mbarrier_wait(smem.barrier(kNearEnd), tiles % 2);", _ANSWER),
 }
 
 

@@ -28,7 +28,7 @@ VARIANTS: dict[str, tuple[int, int, list[str]]] = {
 KERNEL, SCORES, REDUCE, SMEM, PAIR = (
     f"bwd_{x}.cuh" for x in ("kernel", "scores", "reduce", "smem", "pair_kernel")
 )
-WIDE, WIDE_SCORES = "bwd_wide_kernel.cuh", "bwd_wide_scores.cuh"
+WIDE, WIDE_SCORES, BLOCK = "bwd_wide_kernel.cuh", "bwd_wide_scores.cuh", "block.cuh"
 MISTAKES = [
     Mistake("the first products accumulate", KERNEL, "count > 0);", "true);"),
     Mistake(
@@ -121,6 +121,20 @@ MISTAKES = [
         SCORES,
         "const bool own = half == rank;",
         "const bool own = half == 0;",
+        variant="pair",
+    ),
+    Mistake(
+        "blocks of a pair do not wait for each other's barriers",
+        BLOCK,
+        "meet<kCtas>();\n}\ntemplate",
+        "meet<1>();\n}\ntemplate",
+        variant="pair",
+    ),
+    Mistake(
+        "a block of a pair ends while the other one uses it",
+        BLOCK,
+        "meet<kCtas>();\n  if (warp == mma_warp) ptx::tcgen05_dealloc",
+        "meet<1>();\n  if (warp == mma_warp) ptx::tcgen05_dealloc",
         variant="pair",
     ),
     Mistake("P covers what dV reads", WIDE_SCORES, "wait_read(1);", variant="256"),
