@@ -218,18 +218,21 @@ def is_plain_call(q: Any, k: Any, v: Any, options: Options) -> bool:
     return (
         options.keys() <= _DENSE_OPTIONS
         and _nothing_listens(q, k, v)
-        and not torch._C._are_functorch_transforms_active()
         and not torch._C._is_any_autocast_enabled()
         and not _wants_grad(q, k, v)
     )
 
 
 def _nothing_listens(q: Any, k: Any, v: Any) -> bool:
-    """No mode, no tracer and no tensor subclass is there, which would miss `fwd`."""
+    """No mode, tracer, transform or tensor subclass is there, which would miss `fwd`.
+
+    Below one level of functorch there may be another, which wants the gradient that this does not.
+    """
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._get_tracing_state() is None
+        and not torch._C._are_functorch_transforms_active()
         and type(q) in _PLAIN_TENSORS
         and type(k) in _PLAIN_TENSORS
         and type(v) in _PLAIN_TENSORS

@@ -45,7 +45,12 @@ def cache_lengths(
                 f"got {seqlens!r:.60} ({type(seqlens).__name__})"
             )
         seqlens = operator.index(seqlens)
-    return torch.full((batch,), seqlens, dtype=torch.int32, device=device)
+    try:
+        return torch.full((batch,), seqlens, dtype=torch.int32, device=device)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ValueError(f"cache_seqlens must be an integer of 32 bits, got {seqlens}") from None
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
@@ -149,6 +154,9 @@ def refuse_types(op: Any, call: dict[str, Any]) -> None:
         if kind == "Tensor":
             words = "a tensor"
             wrong = not isinstance(value, Tensor) and (value is not None or argument.name in "qkv")
+            if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_quantized):
+                kind = "quantized" if value.is_quantized else str(value.layout)
+                raise TypeError(f"{argument.name} must be a plain dense tensor, got a {kind} one")
         else:
             words, method = _TYPES[kind]
             wrong = value is not None and not hasattr(value, method)

@@ -517,6 +517,23 @@ def test_what_is_no_tensor_is_named(value: Any) -> None:
             call()
 
 
+def test_a_length_beyond_32_bits_is_named() -> None:
+    with pytest.raises(ValueError, match="cache_seqlens must be an integer of 32 bits, got 1099"):
+        flash_cuda.attention_decode(*dense_call().values(), cache_seqlens=2**40)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "bias"])
+def test_tensors_of_other_layouts_are_named(name: str) -> None:
+    call = dense_call() | {"bias": zeros(2, 4, 5, 7)}
+    for change, words in (
+        (lambda t: t.to_sparse(), "torch.sparse_coo"),
+        (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "quantized"),
+    ):
+        wrong = call | {name: change(call[name])}
+        with pytest.raises(TypeError, match=f"{name} must be a plain dense tensor, got a {words}"):
+            flash_cuda.attention(**wrong)
+
+
 # ---- values
 
 # Those that every backend cuts to fit are refused in the debug mode alone; with the others memory

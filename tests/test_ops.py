@@ -278,6 +278,26 @@ def test_an_outer_gradient_reaches_through_an_inner_transform() -> None:
     torch.testing.assert_close(eager, want)
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("call", [flash_cuda.attention, OPS.fwd], ids=["attention", "op"])
+def test_an_inner_gradient_of_something_else_keeps_the_outer_one(
+    call: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """The level that is on top wants nothing of the call, the one below does."""
+    q, k, v = qkv(dtype=torch.float64)
+
+    def out(q: Tensor) -> Tensor:
+        result = call(q, k, v, **options)
+        return result if isinstance(result, Tensor) else result[0]
+
+    def outer(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: (y * out(x)).sum())(q).sum()
+
+    torch.testing.assert_close(
+        torch.func.grad(outer)(q), torch.func.grad(lambda x: out(x).sum())(q)
+    )
+
+
 def test_forward_mode_is_refused() -> None:
     q, k, v = qkv()
     call = lambda q: flash_cuda.attention(q, k, v)  # noqa: E731
