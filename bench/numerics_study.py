@@ -216,11 +216,12 @@ def print_rows(rows: Iterator[Row]) -> list[Row]:
 TRAINED = {
     "strict": STRICT,
     "strict, other seed": STRICT,
-    "threshold 8": replace(STRICT, rescale_threshold=8.0),
-    "threshold 16": replace(STRICT, rescale_threshold=16.0),
-    "degree 3, share 0.25": replace(STRICT, exp_share=0.25),
-    "degree 3, share 1": replace(STRICT, exp_share=1.0),
-    "degree 2, share 1": replace(STRICT, exp_share=1.0, exp_degree=2),
+    **{f"threshold {x}": replace(STRICT, rescale_threshold=float(x)) for x in (4, 8, 16)},
+    **{
+        f"degree {degree}, share {share}": replace(STRICT, exp_share=share, exp_degree=degree)
+        for degree in (2, 3, 4)
+        for share in (0.25, 0.5, 1.0)
+    },
     "threshold 8, degree 3, share 0.1875": replace(STRICT, rescale_threshold=8.0, exp_share=0.1875),
 }
 
