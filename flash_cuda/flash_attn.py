@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import Window, fwd_options, plain_options
+from flash_cuda.options import Window, fwd_options, plain_options, refuse_others
 
 # What return_attn_probs=True gives: out, lse, and None for the probabilities.
 WithProbs = tuple[Tensor, Tensor, None]
@@ -404,6 +404,7 @@ def last_contiguous(tensor: Tensor) -> Tensor:
 
 
 def _unpack(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
+    refuse_others(**{name: packed})
     if packed.dim() != ndim or packed.shape[-3] != parts:
         rows = "batch, seqlen" if ndim == 5 else "total"
         raise ValueError(
@@ -415,6 +416,7 @@ def _unpack(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor, .
 def attend(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, **options: Any
 ) -> tuple[Tensor, Tensor]:
+    refuse_others(q=q, k=k, v=v)
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     if q.is_cuda and (q.shape[-1] % _PAD_TO or v.shape[-1] % _PAD_TO):
         return _attend_padded(q, k, v, deterministic, **options)
@@ -431,6 +433,8 @@ def attend_plain(
     softmax_scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend` without other options."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        refuse_others(q=q, k=k, v=v)
     if q.is_cuda and (q.shape[-1] % _PAD_TO or v.shape[-1] % _PAD_TO):
         return attend(
             q, k, v, deterministic, causal=causal, window=window, softmax_scale=softmax_scale

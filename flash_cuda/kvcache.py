@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_cuda import _ops
 from flash_cuda.flash_attn import last_contiguous, one_of
-from flash_cuda.options import Window, batch_of, cache_lengths, fwd_options
+from flash_cuda.options import Window, batch_of, cache_lengths, fwd_options, refuse_others
 from flash_cuda.rotary import apply_rotary
 
 
@@ -104,8 +104,11 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos and rotary_sin must be given together")
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
+    if k is not None:
+        refuse_others(k=k, v=v, k_cache=k_cache)
     rotary: dict[str, Any] = {}
     if rotary_cos is not None and rotary_sin is not None:
+        refuse_others(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
         if k is None or lengths is None:
             raise ValueError("rotary_cos needs new keys k, v and cache_seqlens")
         start = lengths if rotary_seqlens is None else rotary_seqlens

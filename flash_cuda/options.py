@@ -24,12 +24,20 @@ def window_ends(causal: bool, window: Window) -> tuple[int, int]:
     return left, 0 if causal else (-1 if right is None else right)
 
 
+def refuse_others(**tensors: Any) -> None:
+    """Raises a TypeError for the first that is no tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {value!r:.60} ({type(value).__name__})")
+
+
 def batch_of(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     """Returns the number of sequences."""
-    name, tensor = ("q", q) if cu_seqlens_q is None else ("cu_seqlens_q", cu_seqlens_q)
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {tensor!r:.60} ({type(tensor).__name__})")
-    return tensor.shape[0] - (cu_seqlens_q is not None)
+    if cu_seqlens_q is None:
+        refuse_others(q=q)
+        return q.shape[0]
+    refuse_others(cu_seqlens_q=cu_seqlens_q)
+    return cu_seqlens_q.shape[0] - 1
 
 
 def cache_lengths(

@@ -512,8 +512,18 @@ def test_what_is_no_tensor_is_named(value: Any) -> None:
         ("q", lambda: flash_cuda.attention_decode(value, k, v, cache_seqlens=3)),
         ("k", lambda: flash_cuda.attention_decode(q, value, v)),
         ("q", lambda: flash_cuda.flash_attn_with_kvcache(value, k, v)),
+        ("q", lambda: flash_cuda.flash_attn_func(value, k, v)),
+        ("v", lambda: flash_cuda.flash_attn_func(q, k, value, softcap=1.0)),
+        ("qkv", lambda: flash_cuda.flash_attn_qkvpacked_func(value)),
+        ("kv", lambda: flash_cuda.flash_attn_kvpacked_func(q, value)),
+        (
+            "k",
+            lambda: flash_cuda.flash_attn_varlen_func(
+                packed["q"], value, packed["v"], i32(0, 5, 10), i32(0, 7, 14), 5, 7
+            ),
+        ),
     ):
-        with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
+        with pytest.raises(TypeError, match=f"^{name} must be a tensor, got"):
             call()
 
 
