@@ -58,7 +58,13 @@ CALLS: tuple[Call, ...] = (
     Call("KV cache", {"cache_seqlens": 1000}),
     Call("pages", {"cache_seqlens": 1000, "causal": True}, cached=True),
     Call("split keys", {"cache_seqlens": 1000, "num_splits": 4}, cached=True),
-    Call("absorbed latent (qv)", {"causal": True, "qv": (_BATCH, _ROWS, _HEADS, 512)}, 64, 512),
+    Call("second query (qv)", {"causal": True, "qv": (_BATCH, _ROWS, _HEADS, 128)}),
+    Call(
+        "absorbed latent (qv), values 512",
+        {"causal": True, "qv": (_BATCH, _ROWS, _HEADS, 512)},
+        64,
+        512,
+    ),
 )
 
 
