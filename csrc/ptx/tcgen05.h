@@ -124,6 +124,11 @@ constexpr uint64_t tcgen05_desc_base(uint32_t leading, uint32_t stride, uint64_t
 __device__ __forceinline__ uint64_t tcgen05_desc(uint32_t smem, uint64_t base) {
   return base | ((smem & 0x3FFFF) >> 4);
 }
+// `x`, of which the compiler knows nothing: what is computed from it stays where it is used.
+__device__ __forceinline__ uint32_t made_anew(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // The instruction descriptor of kind::f16 with float32 accumulators.
 constexpr uint32_t tcgen05_f16_instruction(bool bf16, bool a_mn_major, bool b_mn_major, int m,

@@ -159,8 +159,7 @@ struct PairIssuer {
   // Made anew for each product: those of all, kept over the loop, would not fit this warp's
   // registers.
   __device__ __forceinline__ static uint64_t deep_desc(uint32_t tile) {
-    asm volatile("" : "+r"(tile));
-    return ptx::tcgen05_desc(tile, kDescDeep);
+    return ptx::tcgen05_desc(ptx::made_anew(tile), kDescDeep);
   }
 
   // d = a b^T over two panels of columns: the pair's keys x queries, of which a block has 64.

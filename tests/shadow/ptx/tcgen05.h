@@ -89,6 +89,7 @@ constexpr uint64_t tcgen05_desc_base(uint32_t leading, uint32_t stride, uint64_t
 __device__ __forceinline__ uint64_t tcgen05_desc(uint32_t smem, uint64_t base) {
   return base | ((smem & 0x3FFFF) >> 4);
 }
+__device__ __forceinline__ uint32_t made_anew(uint32_t x) { return x; }
 constexpr uint32_t tcgen05_f16_instruction(bool bf16, bool a_mn_major, bool b_mn_major, int m,
                                            int n) {
   return uint32_t(bf16) << 7 | uint32_t(a_mn_major) << 15 | uint32_t(b_mn_major) << 16 |
