@@ -13,6 +13,8 @@ namespace {
 constexpr int kMaxAutomaticSplits = 128;
 // Rows of a tile up to which the split-KV kernels of sm80 are bound by memory, as any kernel is.
 constexpr int kMemoryBoundRows = 32;
+// Rows a KV head up to which the split-KV kernels were measured against the forward with pages.
+constexpr int kPagedRows = 1024;
 
 SplitShape split_shape(const FwdArgs& a, const FwdParams& p, const FwdKernel& row) {
   SplitShape s;
@@ -111,13 +113,16 @@ const FwdKernel* split_if_faster(const FwdArgs& a, const Kernels& kernels, const
   } else if (older) {
     faster = (split.num_splits > 1 || split.dealt_out) && beats_newer();
   } else if (!faster) {
-    // More than a tile of rows: if most of the device would idle, or where packing leaves fewer
-    // rows of tiles. A row of the forward's tiles takes half the time, except with pages (measured:
-    // docs/tuning.md).
-    const int64_t tiles = count_tiles(shape, split.pack_gqa);
-    const int64_t rows = tiles * shape.block_q * (p.block_table ? 1 : 2);
-    faster = (split.num_splits > 1 && 2 * tiles <= p.num_sms) ||
-             (split.dealt_out && rows < tiles_of(*whole, shape) * whole->block_q);
+    // More than a tile of rows: if most of the device would idle, or if the rows of all tiles,
+    // fewer where heads are packed, take less time. A row takes the forward half the time, but
+    // with pages twice, as far as that is measured (docs/tuning.md).
+    const int64_t tiles = count_tiles(shape, split.pack_gqa), rows = tiles * shape.block_q;
+    const int64_t whole_rows = tiles_of(*whole, shape) * whole->block_q;
+    const int64_t group = p.num_heads_q / p.num_heads_kv;
+    const bool idle = split.num_splits > 1 && 2 * tiles <= p.num_sms;
+    const bool fewer = p.block_table ? rows < 2 * whole_rows && shape.seqlen_q * group <= kPagedRows
+                                     : 2 * rows < whole_rows;
+    faster = idle || (split.dealt_out && fewer);
   }
   if (!faster) return nullptr;
   p = split;
