@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,6 +37,24 @@ def test_empty(case: AttentionCase, backend: Backend) -> None:
     grid(AttentionCase(grads=True, dtype="float32", rows=(9,), keys=(50,)), head_dim=(1, 46, 65)),
 )
 def test_head_dims(case: AttentionCase, backend: Backend) -> None:
+    check(case, backend)
+
+
+TURNS = AttentionCase(grads=True, head_dim=96, heads=4, heads_kv=2, rows=(200,), keys=(150,))
+
+
+# At this head dim the warpgroups of the Hopper kernel take turns at dQ, and columns end in a panel.
+@with_cases(
+    grid(replace(TURNS, dlse=True), deterministic=(False, True), **CAUSAL),
+    grid(replace(TURNS, window_right=0), bias=("b1qk", "11qk"), deterministic=(False, True)),
+    grid(
+        replace(TURNS, layout="packed", rows=(65, 0, 150), keys=(70, 33, 129), slack=3),
+        head_dim__head_dim_v=[(96, 96), (88, 72), (72, 40)],
+        **CAUSAL,
+    ),
+    grid(replace(TURNS, rows=(70,), keys=(131,)), dtype=("float16",), alibi=("", "head")),
+)
+def test_head_dim_in_turns(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)
 
 

@@ -23,9 +23,8 @@ struct BwdConsumer {
   static constexpr int kScores = kBlockQ / 2;   // S^T and dP^T accumulators a thread
   static constexpr int kOut = kHeadDim / 2;     // dK and dV accumulators a thread
   static constexpr int kSlices = kBlockQ / 16;  // k-steps of dV and dK
-  // A warpgroup takes half of dQ: half of the columns of a 64-row block, or 64 of 128 rows.
-  static constexpr bool kSplitDqRows = kBlockQ == 128;
-  static constexpr int kDqCols = kSplitDqRows ? kHeadDim : kHeadDim / 2;
+  static constexpr bool kSplitDqRows = Tile::kSplitDqRows, kDqInTurns = Tile::kDqInTurns;
+  static constexpr int kDqCols = kSplitDqRows || kDqInTurns ? kHeadDim : kHeadDim / 2;
   using Smem = BwdSmem<Tile>;
 
   // Descriptors: K-major operands, and MN-major ones with their panel distance.
@@ -82,15 +81,14 @@ struct BwdConsumer {
     }
   }
 
-  // dQ = dS K over the keys of both warpgroups, this warpgroup's half of it.
+  // dQ = dS K over the keys of both warpgroups, this warpgroup's part of it.
   __device__ void gemm_dq(float (&dq)[kDqCols / 2], int stage) {
     const uint32_t ds = smem + Smem::kDs + stage * Smem::kDsBytes;
     const uint64_t a =
         ptx::wgmma_desc(ds + (kSplitDqRows ? warpgroup * kBlockKV * 128 : 0), kDescKv);
-    // Half the columns: the second panel, or the second half of the only one.
-    constexpr int kHalf = kHeadDim == 128 ? kBlockKV * 128 : kDqCols * 2;
-    const uint64_t b =
-        ptx::wgmma_desc(smem + Smem::kK + (kSplitDqRows ? 0 : warpgroup * kHalf), kDescKv);
+    // Half the columns are a panel.
+    constexpr int kHalf = kDqCols == kHeadDim ? 0 : kBlockKV * 128;
+    const uint64_t b = ptx::wgmma_desc(smem + Smem::kK + warpgroup * kHalf, kDescKv);
 #pragma unroll
     for (int k = 0; k < kBlockKV / 16; ++k) {
       if (k == 0) {
@@ -243,16 +241,16 @@ struct BwdConsumer {
   // in turns. A task fills it once a step and twice at the end, so that the stage of Q tells whose
   // turn it is.
   __device__ void wait_out_empty() const { ptx::named_barrier_sync(kOutEmpty + warpgroup, 160); }
-  __device__ static void hand_out(int stage) {
+  __device__ void hand_out(int stage) const {
     ptx::fence_proxy_async_shared();
-    ptx::named_barrier_arrive(kOutFull + stage, 288);
+    ptx::named_barrier_arrive(kOutFull + (kDqInTurns ? warpgroup : stage), kDqInTurns ? 160 : 288);
   }
 
   // Hands dQ to a store warp: 16 bytes a thread and column group, in accumulator order.
   __device__ void stage_dq(const float (&dq)[kDqCols / 2], int stage) {
     wait_out_empty();
     float4* staging =
-        reinterpret_cast<float4*>(smem_ptr + Smem::kOut + warpgroup * (Smem::kDqBytes / 2));
+        reinterpret_cast<float4*>(smem_ptr + Smem::kOut + warpgroup * Smem::kOutBytes);
 #pragma unroll
     for (int i = 0; i < kDqCols / 8; ++i) {
       staging[i * 128 + thread] =
@@ -321,6 +319,45 @@ struct BwdConsumer {
     ptx::wgmma_commit_group();
   }
 
+  // After dS and the issue of dV: dK, and before it dQ, if that is this warpgroup's.
+  template <bool kMyDq>
+  __device__ void add_dk(int stage) {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    float dq[kMyDq ? kDqCols / 2 : 1];
+    // dS is whole; dS(i-1) in the other buffer is done with.
+    if constexpr (!kDqInTurns) {
+      ptx::named_barrier_sync(kDsReady, 256);
+    } else if constexpr (kMyDq) {
+      ptx::named_barrier_sync(kDsInTurns + stage, 256);
+    } else {
+      ptx::named_barrier_arrive(kDsInTurns + stage, 256);
+    }
+    if constexpr (kMyDq) {
+      ptx::wgmma_fence();
+      gemm_dq(dq, stage);
+      ptx::wgmma_commit_group();
+    }
+    ptx::wgmma_wait_group<kMyDq>();  // dV has taken dO
+    ptx::pin(dv);
+    pin_operand(p16);
+    ptx::mbarrier_arrive(bars.dout_empty(stage));
+    ptx::pin(dk);
+    pin_operand(ds16);
+    ptx::wgmma_fence();
+    gemm_out<!kGeneral && Tile::kDkInHalves ? kSlices / 2 : 0, kSlices>(
+        dk, ds16, smem + Smem::kQ + stage * Smem::kQBytes);
+    ptx::wgmma_commit_group();
+    if constexpr (kMyDq) {
+      ptx::wgmma_wait_group<1>();
+      ptx::pin(dq);
+      stage_dq(dq, stage);
+    }
+    ptx::wgmma_wait_group<0>();  // dK has taken Q
+    ptx::pin(dk);
+    pin_operand(ds16);
+    ptx::mbarrier_arrive(bars.q_empty(stage));
+  }
+
   // One block of Q and dO in `stage`, whose barriers are in phase `phase`.
   __device__ void step(const BwdTask<Tile>& task, int group, int q0, bool masked, int stage,
                        uint32_t phase) {
@@ -350,29 +387,11 @@ struct BwdConsumer {
     }
     gradients(task, group, q0, stage, phase, lse);
     ptx::fence_proxy_async_shared();
-    // dS is whole; dS(i-1) in the other buffer is done with.
-    ptx::named_barrier_sync(kDsReady, 256);
-
-    float dq[kDqCols / 2];
-    ptx::wgmma_fence();
-    gemm_dq(dq, stage);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();  // dV has taken dO
-    ptx::pin(dv);
-    pin_operand(p16);
-    ptx::mbarrier_arrive(bars.dout_empty(stage));
-    ptx::pin(dk);
-    pin_operand(ds16);
-    ptx::wgmma_fence();
-    gemm_out<!kGeneral && Tile::kDkInHalves ? kSlices / 2 : 0, kSlices>(dk, ds16, q_tile);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();
-    ptx::pin(dq);
-    stage_dq(dq, stage);
-    ptx::wgmma_wait_group<0>();  // dK has taken Q
-    ptx::pin(dk);
-    pin_operand(ds16);
-    ptx::mbarrier_arrive(bars.q_empty(stage));
+    if (!kDqInTurns || warpgroup == stage) {
+      add_dk<true>(stage);
+    } else {
+      add_dk<false>(stage);
+    }
   }
 
   // The loop's own values stay in registers: a read of the task in it would wait behind the GEMMs.
@@ -388,10 +407,10 @@ struct BwdConsumer {
 
   // Hands 64 rows of dK or dV to a store warp, in panels of 64 columns.
   __device__ void stage_out(float (&acc)[kOut], float scale, int stage) {
-    static_assert(64 * kHeadDim * 2 <= Smem::kDqBytes / 2);
+    static_assert(64 * Tile::kPanels * 128 <= Smem::kOutBytes);
     wait_out_empty();
     const int row = warp() * 16 + lane() % 16;
-    const uint32_t base = smem + Smem::kOut + warpgroup * (Smem::kDqBytes / 2) + row * 128;
+    const uint32_t base = smem + Smem::kOut + warpgroup * Smem::kOutBytes + row * 128;
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
       const int chunk = (c % 4) * 2 + lane() / 16;

@@ -70,7 +70,7 @@ template <class Tile, DType kDType>
 __global__ void __launch_bounds__(kPassThreads)
     bwd_pre_kernel(const __grid_constant__ BwdArgs args) {
   // A row: 16 bytes a lane, in groups that the shuffles can halve.
-  constexpr int kLanes = Tile::kHeadDim > 128 ? 32 : Tile::kHeadDim / 8;
+  constexpr int kLanes = Tile::kHeadDim > 128 ? 32 : Tile::kHeadDim > 64 ? 16 : 8;
   constexpr int kRows = kPassThreads / kLanes;
   const BwdParams& params = args.params;
   const FwdParams& p = params.fwd;
@@ -157,12 +157,14 @@ __global__ void __launch_bounds__(kPassThreads)
 }
 
 // dq = sums * softmax_scale in the tensor's type and layout. One block a row block and head. The
-// sums lie as the accumulators did: [half][8-column group][warp][lane][4].
+// sums lie as the accumulators did: [part][8-column group][warp][lane][4].
 template <class Tile, DType kDType>
 __global__ void __launch_bounds__(kPassThreads)
     bwd_post_kernel(const __grid_constant__ BwdArgs args) {
-  constexpr bool kSplitRows = Tile::kBlockQ == 128;  // a half is 64 rows, else half the columns
-  constexpr int kGroups = (kSplitRows ? Tile::kHeadDim : Tile::kHeadDim / 2) / 8;
+  // What a warpgroup computed: 64 rows, half of the columns, or (head dim 96) the whole block.
+  constexpr bool kSplitRows = Tile::kBlockQ == 128;
+  constexpr int kParts = Tile::kHeadDim == 96 ? 1 : 2;
+  constexpr int kGroups = (kSplitRows ? Tile::kHeadDim : Tile::kHeadDim / kParts) / 8;
   const BwdParams& params = args.params;
   const FwdParams& p = params.fwd;
   const unsigned number = last_first();
@@ -178,10 +180,10 @@ __global__ void __launch_bounds__(kPassThreads)
 
   // A thread takes the four lanes of one quad: 8 columns of the rows g and g + 8.
 #pragma unroll 2
-  for (int i = threadIdx.x; i < 2 * kGroups * 32; i += kPassThreads) {
-    const int group = i % kGroups, half = i / kGroups % 2, g = i / (2 * kGroups) % 8,
-              warp = i / (16 * kGroups);
-    const float4* quad = sums + (half * kGroups + group) * 128 + warp * 32 + g * 4;
+  for (int i = threadIdx.x; i < kParts * kGroups * 32; i += kPassThreads) {
+    const int group = i % kGroups, part = i / kGroups % kParts, g = i / (kParts * kGroups) % 8,
+              warp = i / (8 * kParts * kGroups);
+    const float4* quad = sums + (part * kGroups + group) * 128 + warp * 32 + g * 4;
     uint32_t rows[2][4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -189,11 +191,11 @@ __global__ void __launch_bounds__(kPassThreads)
       rows[0][c] = ptx::pack<kDType>(v.x * p.softmax_scale, v.y * p.softmax_scale);
       rows[1][c] = ptx::pack<kDType>(v.z * p.softmax_scale, v.w * p.softmax_scale);
     }
-    const int column = group * 8 + (kSplitRows ? 0 : half * (Tile::kHeadDim / 2));
+    const int column = group * 8 + (kSplitRows ? 0 : part * (Tile::kHeadDim / 2));
     if (column >= p.head_dim) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = block.row0 + (kSplitRows ? half * 64 : 0) + warp * 16 + g + 8 * r;
+      const int row = block.row0 + (kSplitRows ? part * 64 : 0) + warp * 16 + g + 8 * r;
       if (row >= s.seqlen_q_slot) continue;
       *reinterpret_cast<uint4*>(out + 2 * ((s.q_row0 + row) * params.dq_stride.row + column)) =
           make_uint4(rows[r][0], rows[r][1], rows[r][2], rows[r][3]);

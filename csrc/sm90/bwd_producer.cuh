@@ -22,7 +22,7 @@ __device__ __forceinline__ void bwd_load_kv(const BwdMaps& maps, const BwdTask<T
   ptx::mbarrier_arrive_expect_tx(k_bar, Smem::kKvBytes);
   ptx::mbarrier_arrive_expect_tx(v_bar, Smem::kKvBytes);
 #pragma unroll
-  for (int p = 0; p < Tile::kHeadDim / 64; ++p) {
+  for (int p = 0; p < Tile::kPanels; ++p) {
     const int offset = p * Tile::kBlockKV * 128, row = task.kv_row0 + task.kv0;
     ptx::tma_load_4d(smem + Smem::kK + offset, &maps.k, k_bar, p * 64, row, task.kv_head,
                      task.kv_batch, ptx::kEvictFirst);
@@ -39,7 +39,7 @@ __device__ __forceinline__ void bwd_load_rows(const CUtensorMap& map, const floa
   using Smem = BwdSmem<Tile>;
   ptx::mbarrier_arrive_expect_tx(bar, Smem::kQBytes + Smem::kRowBytes);
 #pragma unroll
-  for (int p = 0; p < Tile::kHeadDim / 64; ++p) {
+  for (int p = 0; p < Tile::kPanels; ++p) {
     ptx::tma_load_4d(tile + p * Tile::kBlockQ * 128, &map, bar, p * 64, row, head, batch,
                      ptx::kEvictLast);
   }
@@ -114,7 +114,7 @@ struct BwdTails {
   __device__ void zero(uint32_t loaded, bool phase, int tile, int valid, uint32_t full) const {
     const int lane = threadIdx.x % 32;
     ptx::mbarrier_wait(loaded, phase);
-    zero_tail_rows<kRows, Tile::kHeadDim, 32>(smem_ptr + tile, valid, lane);
+    zero_tail_rows<kRows, Tile::kPanels, 32>(smem_ptr + tile, valid, lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(full);
@@ -215,12 +215,14 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
 
 // Warps 1 and 2 empty the staging buffer in turns: every block of dQ is added to the workspace, and
 // at the end of a task dV and dK are stored. So each has the time of two steps for a block, which
-// deterministic mode needs.
+// deterministic mode needs. Where the warpgroups take turns at dQ, each has a store warp and a
+// buffer of its own.
 template <class Tile>
 struct BwdStore {
   using Smem = BwdSmem<Tile>;
   static constexpr int kDqFloats = Tile::kBlockQ * Tile::kHeadDim;
   static constexpr int kRows = Tile::kBlockKV / 2;  // of a warpgroup's dV or dK
+  static constexpr bool kOwn = Tile::kDqInTurns;    // a buffer of its own
   const BwdArgs& args;
   const uint32_t smem;
   uint8_t* const smem_ptr;
@@ -231,12 +233,14 @@ struct BwdStore {
     turn ^= 1;
     return turn != me;
   }
-  __device__ void wait_full() const { ptx::named_barrier_sync(kOutFull + me, 288); }
+  __device__ void wait_full() const { ptx::named_barrier_sync(kOutFull + me, kOwn ? 160 : 288); }
   // Lets the consumers rewrite the buffer, once the copy engine has read it.
   __device__ void hand_back() const {
     if (leader()) ptx::bulk_wait_group_read<0>();
     __syncwarp();
-    for (int half = 0; half < 2; ++half) ptx::named_barrier_arrive(kOutEmpty + half, 160);
+    for (int half = 0; half < 2; ++half) {
+      if (!kOwn || half == me) ptx::named_barrier_arrive(kOutEmpty + half, 160);
+    }
   }
 
   __device__ void add_dq(const BwdTask<Tile>& task) {
@@ -250,7 +254,8 @@ struct BwdStore {
       wait_full();
       if (leader()) {
         if (dq_turn) wait_for_turn(dq_turn, task.turn(at.q_block));
-        ptx::bulk_reduce_add_f32(args.work.dq + block * kDqFloats, smem + Smem::kOut,
+        ptx::bulk_reduce_add_f32(args.work.dq + block * kDqFloats,
+                                 smem + Smem::kOut + (kOwn ? me * Smem::kOutBytes : 0),
                                  Smem::kDqBytes, ptx::kEvictLast);
         ptx::bulk_commit_group();
       }
@@ -267,16 +272,17 @@ struct BwdStore {
   // tensor, but not at the end of a packed sequence; there the warp stores the rows itself.
   __device__ void store_out(const CUtensorMap& map, void* out, Stride stride, int head_dim,
                             const BwdTask<Tile>& task) {
-    if (!my_turn()) return;
+    if (!kOwn && !my_turn()) return;
     wait_full();
     if (out) {
       for (int half = 0; half < 2; ++half) {
+        if (kOwn && half != me) continue;
         const int first = task.kv0 + half * kRows, rows = task.kv_slot_end - first;
-        const int from = Smem::kOut + half * (Smem::kDqBytes / 2);
+        const int from = Smem::kOut + half * Smem::kOutBytes;
         if (rows >= kRows || !args.params.fwd.cu_seqlens_k) {
           if (leader()) {
 #pragma unroll
-            for (int p = 0; p < Tile::kHeadDim / 64; ++p) {
+            for (int p = 0; p < Tile::kPanels; ++p) {
               ptx::tma_store_4d(&map, smem + from + p * kRows * 128, p * 64, task.kv_row0 + first,
                                 task.part, task.kv_batch);
             }

@@ -10,17 +10,19 @@ namespace flash_cuda::sm90 {
 // of 64 columns, [rows][128 bytes], in the 128-byte swizzle.
 template <class Tile>
 struct BwdSmem {
-  static constexpr int kKvBytes = Tile::kBlockKV * Tile::kHeadDim * 2;
-  static constexpr int kQBytes = Tile::kBlockQ * Tile::kHeadDim * 2;
+  static constexpr int kKvBytes = Tile::kBlockKV * Tile::kPanels * 128;
+  static constexpr int kQBytes = Tile::kBlockQ * Tile::kPanels * 128;
   static constexpr int kDsBytes = Tile::kBlockKV * Tile::kBlockQ * 2;
   static constexpr int kDqBytes = Tile::kBlockQ * Tile::kHeadDim * 4;
   static constexpr int kRowBytes = Tile::kBlockQ * 4;
   static constexpr int kK = 0, kV = kK + kKvBytes;
   static constexpr int kQ = kV + kKvBytes, kDout = kQ + Tile::kStages * kQBytes;
   static constexpr int kDs = kDout + Tile::kStages * kQBytes;  // one buffer a stage
-  static constexpr int kOut = kDs + Tile::kStages * kDsBytes;  // staging: dQ, dV or dK
+  // Staging of dQ, dV or dK: a warpgroup's part.
+  static constexpr int kOut = kDs + Tile::kStages * kDsBytes;
+  static constexpr int kOutBytes = Tile::kDqInTurns ? kDqBytes : kDqBytes / 2;
   static constexpr int kZeroBytes = 4096;
-  static constexpr int kZeros = kOut + kDqBytes;
+  static constexpr int kZeros = kOut + 2 * kOutBytes;
   static constexpr int kLse = kZeros + kZeroBytes, kDelta = kLse + Tile::kStages * kRowBytes;
   static constexpr int kBarriers = kDelta + Tile::kStages * kRowBytes;
   static constexpr int kTask = kBarriers + 8 * BwdBarriers<Tile>::kCount;  // two, a ring
@@ -29,16 +31,17 @@ struct BwdSmem {
 };
 
 enum BwdNamedBarrier : int {
-  kDsReady = 1,   // both warpgroups have written their part of dS
-  kOutFull = 2,   // + store warp: dQ, dV or dK lies in the staging buffer
-  kOutEmpty = 4,  // + warpgroup: its half of the staging buffer may be rewritten
+  kDsReady = 1,    // both warpgroups have written their part of dS
+  kOutFull = 2,    // + store warp: dQ, dV or dK lies in the staging buffer
+  kOutEmpty = 4,   // + warpgroup: its half of the staging buffer may be rewritten
+  kDsInTurns = 6,  // + stage: instead of kDsReady, only whose turn it is waits
 };
 
 // Zeroes the rows [first, kRows) of an operand tile, so that what lies behind a sequence (possibly
 // NaN) meets the zero probabilities of its rows as zero. `thread` of kThreads.
-template <int kRows, int kHeadDim, int kThreads>
+template <int kRows, int kPanels, int kThreads>
 __device__ __forceinline__ void zero_tail_rows(uint8_t* tile, int first, int thread) {
-  constexpr int kChunks = kHeadDim / 8;  // of 16 bytes; the swizzle permutes them inside a row
+  constexpr int kChunks = kPanels * 8;  // of 16 bytes; the swizzle permutes them inside a row
   for (int i = first * kChunks + thread; i < kRows * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
     *reinterpret_cast<uint4*>(tile + (chunk / 8) * kRows * 128 + row * 128 + (chunk % 8) * 16) =

@@ -21,11 +21,17 @@ struct BwdTileShape {
   static constexpr bool kLseInRegisters = kLseInRegisters_;    // loaded before the GEMMs are issued
   static constexpr bool kDkInHalves = kDkInHalves_;            // with dV, else dV alone
   static constexpr int kConsumerWarpgroups = 2;
+  static constexpr int kPanels = (kHeadDim + 63) / 64;  // of 64 columns, of an operand tile
+  // How the warpgroups share dQ: 64 rows each, half of the columns each, or, where those would cut
+  // a panel, the whole block in turns (the first takes the steps of stage 0).
+  static constexpr bool kSplitDqRows = kBlockQ == 128;
+  static constexpr bool kDqInTurns = !kSplitDqRows && kHeadDim % 128 != 0;
   static constexpr int kThreads = 128 * (1 + kConsumerWarpgroups);
 };
 template <int kHeadDim> struct BwdTile;
 //                                                  head_dim   q  lse    dk
 template <> struct BwdTile<64>  : BwdTileShape<          64, 128, false, true> {};
+template <> struct BwdTile<96>  : BwdTileShape<          96,  64, true, false> {};
 template <> struct BwdTile<128> : BwdTileShape<         128,  64, true, false> {};
 // clang-format on
 

@@ -79,6 +79,8 @@ constexpr BwdKernel bwd_wide_row(const char* name) {
 constexpr BwdKernel kBwd[] = {
     bwd_row<DType::kBFloat16, 64>("sm90_bwd_hdim64"),
     bwd_row<DType::kFloat16, 64>("sm90_bwd_hdim64"),
+    bwd_row<DType::kBFloat16, 96>("sm90_bwd_hdim96"),
+    bwd_row<DType::kFloat16, 96>("sm90_bwd_hdim96"),
     bwd_row<DType::kBFloat16, 128>("sm90_bwd_hdim128"),
     bwd_row<DType::kFloat16, 128>("sm90_bwd_hdim128"),
     bwd_wide_row<DType::kBFloat16, 192, 128>("sm90_bwd_hdim192_128"),
