@@ -319,6 +319,15 @@ struct BwdConsumer {
     ptx::wgmma_commit_group();
   }
 
+  __device__ void leave_stage(uint32_t empty) const {
+    if constexpr (BwdBarriers<Tile>::kWarpsLeave) {
+      __syncwarp();
+      if (lane() == 0) ptx::mbarrier_arrive(empty);
+    } else {
+      ptx::mbarrier_arrive(empty);
+    }
+  }
+
   // After dS and the issue of dV: dK, and before it dQ, if that is this warpgroup's.
   template <bool kMyDq>
   __device__ void add_dk(int stage) {
@@ -340,7 +349,7 @@ struct BwdConsumer {
     ptx::wgmma_wait_group<kMyDq>();  // dV has taken dO
     ptx::pin(dv);
     pin_operand(p16);
-    ptx::mbarrier_arrive(bars.dout_empty(stage));
+    leave_stage(bars.dout_empty(stage));
     ptx::pin(dk);
     pin_operand(ds16);
     ptx::wgmma_fence();
@@ -355,7 +364,7 @@ struct BwdConsumer {
     ptx::wgmma_wait_group<0>();  // dK has taken Q
     ptx::pin(dk);
     pin_operand(ds16);
-    ptx::mbarrier_arrive(bars.q_empty(stage));
+    leave_stage(bars.q_empty(stage));
   }
 
   // One block of Q and dO in `stage`, whose barriers are in phase `phase`.

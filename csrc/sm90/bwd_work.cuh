@@ -79,8 +79,12 @@ struct BwdBarriers {
   __device__ uint32_t near_end() const { return task_empty(0) + 16; }  // time to draw a task
   static constexpr int kCount = 9 + 6 * Tile::kStages;
   // Every thread that reads something counts itself when it is done with it: the race checker of
-  // compute-sanitizer would not see that one thread of a warp speaks for the others.
+  // compute-sanitizer would not see that one thread of a warp speaks for the others. A stage is
+  // let go of in every step, where so many arrivals cost 1 %: there a lane counts for its warp, if
+  // all threads have met at a barrier (kDsReady) since they read lse and delta.
   static constexpr int kReaders = 128 * Tile::kConsumerWarpgroups;
+  static constexpr bool kWarpsLeave = !Tile::kDqInTurns;
+  static constexpr int kStageReaders = kWarpsLeave ? kReaders / 32 : kReaders;
   static constexpr int kTaskReaders = 1 + 64 + kReaders;  // the loader and the store warps, too
   __device__ void init() const {
     ptx::mbarrier_init(kv_full(), 2);  // K and V
@@ -97,8 +101,8 @@ struct BwdBarriers {
       ptx::mbarrier_init(dout_full(s), 1);
       ptx::mbarrier_init(tail_q(s), 1);
       ptx::mbarrier_init(tail_dout(s), 1);
-      ptx::mbarrier_init(q_empty(s), kReaders);
-      ptx::mbarrier_init(dout_empty(s), kReaders);
+      ptx::mbarrier_init(q_empty(s), kStageReaders);
+      ptx::mbarrier_init(dout_empty(s), kStageReaders);
     }
   }
 };
