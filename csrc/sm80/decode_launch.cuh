@@ -38,6 +38,13 @@ inline int64_t wanted_shares(int64_t units, int num_sms, int resident) {
   return min_of(units < kFewUnits * all ? num_sms : all, ceil_div(units, int64_t{2}));
 }
 
+// So many equal tiles that thread blocks of one each, as SMs get free, keep them all busy: several
+// a SM, and little left over in the end.
+inline bool fills_waves(int64_t tiles, int num_sms) {
+  const int64_t waves = ceil_div(tiles, int64_t{num_sms});
+  return waves >= 4 && 16 * tiles >= 15 * waves * num_sms;
+}
+
 // Known on the host: no tensor of lengths says otherwise.
 inline bool have_equal_lengths(const FwdParams& p) {
   return !p.cu_seqlens_q && !p.seqused_q && !p.cu_seqlens_k && !p.seqused_k && !p.leftpad_k;
@@ -109,13 +116,25 @@ bool is_lean(const FwdParams& p) {
          p.head_dim == p.head_dim_v && (p.num_heads_q == p.num_heads_kv || p.pack_gqa) &&
          p.seqlen_q * decode_group(p) <= Tile::kBlockQ;
 }
+// The same where all tiles are alike in every way; shares_a_tile is 0 where they are not cut alike.
+template <class Tile>
+DecodeGrid even_grid(const FwdParams& p) {
+  DecodeGrid g = decode_grid<Tile>(p);
+  const int64_t tiles = decode_tiles(p, g);
+  if (fills_waves(tiles, p.num_sms)) {
+    g.shares = static_cast<int>(tiles);
+    g.shares_a_tile = 1;
+    g.deal = Deal::make_rounds(g.blocks, 1);
+  }
+  return g;
+}
 // Whether all tiles are alike in every way, and each is cut into the same number of parts.
 template <class Tile>
 bool is_even(const FwdParams& p) {
   constexpr int kMostInGrid = 65535;
   return is_lean<Tile>(p) && have_equal_tiles(p) && !p.block_table && !p.cache_batch_idx &&
          p.batch <= kMostInGrid && p.num_heads_kv <= kMostInGrid &&
-         decode_grid<Tile>(p).shares_a_tile > 0;
+         even_grid<Tile>(p).shares_a_tile > 0;
 }
 
 inline void set_lean_args(DecodeLeanArgs& e, const FwdParams& p, const DecodeGrid& g,
@@ -148,7 +167,7 @@ void launch_lean_kernel(void (*kernel)(Args), dim3 grid, cudaStream_t stream, co
 }
 template <class Tile, DType kDType>
 void launch_even(const FwdParams& p, cudaStream_t stream) {
-  const DecodeGrid g = decode_grid<Tile>(p);
+  const DecodeGrid g = even_grid<Tile>(p);
   DecodeEvenArgs args;
   set_lean_args(args, p, g, stream);
   args.each = g.deal.each;
@@ -220,9 +239,11 @@ void visit_stream_tile(const FwdParams& p, Visit visit) {
   using Tile = StreamTile<kHeadDim, kHeadDim, kLarge, kRowTiles>;
   if constexpr (kLarge && kHeadDim <= 128) {
     using Few = FewTile<kHeadDim, kRowTiles>;
-    if (p.max_smem_per_block >= Few::kSmemBytes && int64_t{p.batch} * p.num_heads_kv < p.num_sms &&
-        is_lean<Few>(p)) {
-      return is_even<Few>(p) ? visit(Few{}, Even{}) : visit(Few{}, Dealt{});
+    const int64_t tiles = int64_t{p.batch} * p.num_heads_kv;
+    if (p.max_smem_per_block >= Few::kSmemBytes && is_lean<Few>(p)) {
+      const bool few = tiles < p.num_sms;
+      if ((few || fills_waves(tiles, p.num_sms)) && is_even<Few>(p)) return visit(Few{}, Even{});
+      if (few) return visit(Few{}, Dealt{});
     }
   }
   if (is_even<Tile>(p)) return visit(Tile{}, Even{});
@@ -268,9 +289,11 @@ size_t decode_workspace_bytes(const FwdParams& p) {
   size_t bytes = 0;
   visit_decode_size<kHeadDim, kHeadDimV>(p, [&](auto tile, auto kind) {
     using Tile = decltype(tile);
-    const DecodeGrid g =
-        kind.value == DecodeKind::kDealt ? dealt_grid<Tile>(p) : decode_grid<Tile>(p);
-    bytes = DecodeSlots::bytes(g.shares, Tile::kBlockQ, Tile::kHeadDimV);
+    const DecodeGrid g = kind.value == DecodeKind::kDealt  ? dealt_grid<Tile>(p)
+                         : kind.value == DecodeKind::kEven ? even_grid<Tile>(p)
+                                                           : decode_grid<Tile>(p);
+    // Parts of one have nothing to merge.
+    if (g.shares_a_tile != 1) bytes = DecodeSlots::bytes(g.shares, Tile::kBlockQ, Tile::kHeadDimV);
   });
   return bytes;
 }
