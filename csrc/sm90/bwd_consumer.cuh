@@ -10,6 +10,7 @@
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
 #include "sm90/bwd_bias.cuh"
+#include "sm90/bwd_convert.cuh"
 #include "sm90/bwd_smem.cuh"
 
 namespace flash_cuda::sm90 {
@@ -441,6 +442,13 @@ struct BwdConsumer {
       ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
       const BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
       if (task.none) break;
+      if constexpr (kConverts<Tile, kGeneral>) {
+        if (task.convert) {
+          bwd_convert<Tile, kDType>(args, task, smem, smem_ptr, warpgroup, thread, rows);
+          ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
+          continue;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kOut; ++i) dk[i] = dv[i] = 0.0f;
       if (task.num_steps() > 0) {

@@ -42,9 +42,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::setmaxnreg_dec<40>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) bwd_load<Tile>(args, maps, smem, smem_ptr);
+      if (threadIdx.x == 0) bwd_load<Tile, kConverts<Tile, kGeneral>>(args, maps, smem, smem_ptr);
     } else if (warp <= 2) {
-      BwdStore<Tile>{args, smem, smem_ptr, warp - 1}.run(maps);
+      BwdStore<Tile, kConverts<Tile, kGeneral>>{args, smem, smem_ptr, warp - 1}.run(maps);
     } else {
       bwd_draw<Tile>(args, smem, smem_ptr);
     }

@@ -76,7 +76,7 @@ inline int heads_per_section(const FwdParams& p, int heads, int kv_blocks, int s
 inline int sections_ahead(const BwdArgs& args) {
   const FwdParams& p = args.params.fwd;
   if (p.cu_seqlens_q || p.cu_seqlens_k) return 0;
-  const int sections = ceil_div(args.sections_of, args.heads_per_section);
+  const int sections = args.num_sections();
   const int ahead = 1 + ceil_div(p.num_sms, args.heads_per_section * args.kv_blocks);
   return ahead < sections ? ahead : 0;
 }
@@ -201,10 +201,19 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
     args.heads_per_section = min_of(2 * args.heads_per_section, args.sections_of);
   }
   // A task that is drawn and not begun keeps others waiting.
-  args.draw_at = params.deterministic ? 2 : 4;
+  args.draw_at = params.deterministic ? 2 : Tile::kHeadDim > 128 ? 8 : 4;
   args.num_tasks = args.kv_blocks * args.sections_of;
   args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
   args.sections_ahead = any_gemm(args) ? sections_ahead(args) : 0;
+  // In deterministic mode a conversion that waits would hold up turns.
+  if constexpr (BwdTask<Tile>::kNarrow) {
+    const bool can = kConverts<Tile, false> && !bwd_is_general(p) && !params.deterministic;
+    if (can && args.sections_ahead && params.dq) {
+      const int group = p.num_heads_q / args.parts;
+      args.conversions = ceil_div(args.heads_per_section * group * args.q_blocks, kConvertBlocks);
+    }
+  }
+  args.num_draws = args.num_tasks + args.num_sections() * args.conversions;
   return args;
 }
 
@@ -217,7 +226,7 @@ void launch_passes(BwdArgs& args, const BwdParams& params, cudaStream_t stream,
   direct_dbias(args, stream);
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
   if (any_gemm(args)) launch_main();
-  if (params.dq) {
+  if (params.dq && !args.conversions) {
     LaunchShape shape{pass_grid, kPassThreads, 0};
     shape.after_dependency = true;
     launch_kernel(bwd_post_kernel<Tile, kDType>, shape, stream, args);

@@ -84,46 +84,44 @@ __global__ void __launch_bounds__(kPassThreads)
   const int lane = threadIdx.x % kLanes;
   const int64_t work_row = (head * args.work.row_blocks + index) * Tile::kBlockQ;
 
+  // Loaded before and stored after the rows, neighbours together.
+  __shared__ float deltas[Tile::kBlockQ];
+  const int mine = block.row0 + threadIdx.x;
+  const bool have_row = threadIdx.x < Tile::kBlockQ && mine < s.seqlen_q;
+  float lse = -INFINITY, dlse = 0.0f;
+  if (have_row) {
+    lse = p.lse[s.q_batch * p.lse_batch_stride + head * p.lse_head_stride + s.q_row0 + mine];
+    if (params.dlse) {
+      dlse = params.dlse[s.q_batch * params.dlse_batch_stride + head * params.dlse_head_stride +
+                         s.q_row0 + mine];
+    }
+  }
+  const char* const out = static_cast<const char*>(p.out) + lane * 16 +
+                          2 * (s.q_batch * params.out_stride.batch + head * params.out_stride.head);
+  const char* const dout =
+      static_cast<const char*>(params.dout) + lane * 16 +
+      2 * (s.q_batch * params.dout_stride.batch + head * params.dout_stride.head);
   for (int r = threadIdx.x / kLanes; r < Tile::kBlockQ; r += kRows) {
     const int row = block.row0 + r;
-    const bool valid = row < s.seqlen_q;
     float delta = 0.0f;
-    if (valid && lane * 8 < p.head_dim_v) {
-      const int64_t at = s.q_row0 + row;
-      const char* out = static_cast<const char*>(p.out) +
-                        2 * (s.q_batch * params.out_stride.batch + at * params.out_stride.row +
-                             head * params.out_stride.head) +
-                        lane * 16;
-      const char* dout = static_cast<const char*>(params.dout) +
-                         2 * (s.q_batch * params.dout_stride.batch + at * params.dout_stride.row +
-                              head * params.dout_stride.head) +
-                         lane * 16;
-      delta =
-          dot8<kDType>(*reinterpret_cast<const uint4*>(out), *reinterpret_cast<const uint4*>(dout));
+    if (row < s.seqlen_q && lane * 8 < p.head_dim_v) {
+      const int64_t at = 2 * int64_t(s.q_row0 + row);
+      delta = dot8<kDType>(*reinterpret_cast<const uint4*>(out + at * params.out_stride.row),
+                           *reinterpret_cast<const uint4*>(dout + at * params.dout_stride.row));
     }
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
       delta += __shfl_xor_sync(0xffffffff, delta, offset);
     }
-    if (lane == 0) {
-      // A row without keys has lse -inf; with +inf its probabilities come out as 0, not NaN. No
-      // gradient goes through it, whatever dlse says.
-      float lse2 = INFINITY, negative = 0.0f;
-      if (valid) {
-        const float lse =
-            p.lse[s.q_batch * p.lse_batch_stride + head * p.lse_head_stride + s.q_row0 + row];
-        if (lse != -INFINITY) {
-          lse2 = lse * 1.4426950408889634f;
-          negative = -delta;
-          if (params.dlse) {
-            negative += params.dlse[s.q_batch * params.dlse_batch_stride +
-                                    head * params.dlse_head_stride + s.q_row0 + row];
-          }
-        }
-      }
-      args.work.lse2[work_row + r] = lse2;
-      args.work.delta[work_row + r] = negative;
-    }
+    if (lane == 0) deltas[r] = delta;
+  }
+  __syncthreads();
+  if (threadIdx.x < Tile::kBlockQ) {
+    // A row without keys has lse -inf; with +inf its probabilities come out as 0, not NaN. No
+    // gradient goes through it, whatever dlse says.
+    const bool empty = lse == -INFINITY;
+    args.work.lse2[work_row + threadIdx.x] = empty ? INFINITY : lse * 1.4426950408889634f;
+    args.work.delta[work_row + threadIdx.x] = empty ? 0.0f : dlse - deltas[threadIdx.x];
   }
   // The main kernel zeroes the sums of later sections itself.
   const int bh = s.q_batch * p.num_heads_q + head;
@@ -138,8 +136,9 @@ __global__ void __launch_bounds__(kPassThreads)
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) *args.work.next_task = 0;
     if (args.sections_ahead) {
-      const int sections = ceil_div(args.sections_of, args.heads_per_section);
-      for (int i = threadIdx.x; i < sections; i += kPassThreads) args.work.zeroed[i] = 0;
+      for (int i = threadIdx.x; i < args.num_sections(); i += kPassThreads) {
+        args.work.zeroed[i] = args.work.added[i] = 0;
+      }
     }
   }
   if (args.work.dq_turn && threadIdx.x < 2) {
@@ -153,6 +152,40 @@ __global__ void __launch_bounds__(kPassThreads)
     const int64_t end = p.cu_seqlens_k[p.batch];
     zero_rows(params.dk, params.dk_stride, end, p.total_kv, p.num_heads_kv, p.head_dim);
     zero_rows(params.dv, params.dv_stride, end, p.total_kv, p.num_heads_kv, p.head_dim_v);
+  }
+}
+
+// Four lanes with four values each: lane c gets the c-th of all four.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int c) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t &low = v[bit == 1 ? 2 * i : i], &high = v[bit == 1 ? 2 * i + 1 : i + 2];
+      const uint32_t other = __shfl_xor_sync(0xffffffff, c & bit ? low : high, bit);
+      if (c & bit)
+        low = other;
+      else
+        high = other;
+    }
+  }
+}
+
+// Sums of four groups of 8 columns as the lanes of a quad hold them, two columns of the rows g and
+// g + 8 each, to lane c's 8 columns of the c-th group.
+template <DType kDType>
+__device__ __forceinline__ void convert_quad(uint4 (&rows)[2], const float4 (&v)[4], float scale,
+                                             int c) {
+  uint32_t packed[2][4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    packed[0][j] = ptx::pack<kDType>(v[j].x * scale, v[j].y * scale);
+    packed[1][j] = ptx::pack<kDType>(v[j].z * scale, v[j].w * scale);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    transpose_quad(packed[r], c);
+    rows[r] = make_uint4(packed[r][0], packed[r][1], packed[r][2], packed[r][3]);
   }
 }
 
@@ -178,27 +211,25 @@ __global__ void __launch_bounds__(kPassThreads)
   char* const out = static_cast<char*>(params.dq) +
                     2 * (s.q_batch * params.dq_stride.batch + head * params.dq_stride.head);
 
-  // A thread takes the four lanes of one quad: 8 columns of the rows g and g + 8.
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kParts * kGroups * 32; i += kPassThreads) {
-    const int group = i % kGroups, part = i / kGroups % kParts, g = i / (kParts * kGroups) % 8,
-              warp = i / (8 * kParts * kGroups);
-    const float4* quad = sums + (part * kGroups + group) * 128 + warp * 32 + g * 4;
-    uint32_t rows[2][4];
+  // A warp takes 16 rows of four column groups.
+  const int lane = threadIdx.x % 32, c = lane % 4;
+#pragma unroll 1
+  for (int i = threadIdx.x / 32; i < kParts * kGroups; i += kPassThreads / 32) {
+    const int quad = i % (kGroups / 4), warp = i / (kGroups / 4) % 4, part = i / kGroups;
+    const float4* from = sums + (part * kGroups + quad * 4) * 128 + warp * 32 + lane;
+    float4 v[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float4 v = quad[c];
-      rows[0][c] = ptx::pack<kDType>(v.x * p.softmax_scale, v.y * p.softmax_scale);
-      rows[1][c] = ptx::pack<kDType>(v.z * p.softmax_scale, v.w * p.softmax_scale);
-    }
-    const int column = group * 8 + (kSplitRows ? 0 : part * (Tile::kHeadDim / 2));
+    for (int j = 0; j < 4; ++j) v[j] = from[j * 128];
+    uint4 rows[2];
+    convert_quad<kDType>(rows, v, p.softmax_scale, c);
+    const int column = (quad * 4 + c) * 8 + (kSplitRows ? 0 : part * (Tile::kHeadDim / 2));
     if (column >= p.head_dim) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = block.row0 + (kSplitRows ? part * 64 : 0) + warp * 16 + g + 8 * r;
+      const int row = block.row0 + (kSplitRows ? part * 64 : 0) + warp * 16 + lane / 4 + 8 * r;
       if (row >= s.seqlen_q_slot) continue;
       *reinterpret_cast<uint4*>(out + 2 * ((s.q_row0 + row) * params.dq_stride.row + column)) =
-          make_uint4(rows[r][0], rows[r][1], rows[r][2], rows[r][3]);
+          rows[r];
     }
   }
 }

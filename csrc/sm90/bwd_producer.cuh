@@ -7,6 +7,7 @@
 #include "ptx/named_barrier.h"
 #include "ptx/smem_addr.h"
 #include "ptx/tma.h"
+#include "sm90/bwd_convert.cuh"
 #include "sm90/bwd_smem.cuh"
 
 namespace flash_cuda::sm90 {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMap
 }
 
 // Warp 0 of the first warpgroup, one thread: loads the operands of every task.
-template <class Tile>
+template <class Tile, bool kConvert>
 __device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& maps, uint32_t smem,
                                          uint8_t* smem_ptr) {
   const BwdBarriers<Tile> bars{smem + BwdSmem<Tile>::kBarriers};
@@ -90,6 +91,8 @@ __device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& map
     if (task.none) return;
     if (task.num_steps() == 0) {
       ptx::mbarrier_arrive(bars.near_end());
+    } else if (kConvert && task.convert) {
+      if constexpr (kConvert) bwd_load_sums(args, task, smem, rows);
     } else {
       ptx::mbarrier_wait(bars.kv_empty(), kv_phase);
       bwd_load_kv<Tile>(maps, task, smem);
@@ -155,15 +158,9 @@ template <class Tile>
 __device__ __forceinline__ void bwd_zero_sums(const BwdArgs& args, const BwdTask<Tile>& task,
                                               uint32_t smem) {
   using Smem = BwdSmem<Tile>;
-  const int section = task.section + args.sections_ahead;
-  const int first = args.first_item_of_section(section);
-  const int all = args.first_item_of_section(section + 1) - first;
-  if (all == 0) return;
-  const int tasks = args.tasks_of_section(task.section), each = all / tasks, rest = all % tasks;
-  const int begin = first + task.in_section * each + min_of(task.in_section, rest);
-  const int end = begin + each + (task.in_section < rest);
+  const ItemRange items = items_to_zero(args, task);
 #pragma unroll 1
-  for (int item = begin; item < end; ++item) {
+  for (int item = items.begin; item < items.end; ++item) {
     char* const sums =
         reinterpret_cast<char*>(args.work.dq) + args.row_block_number(item) * Smem::kDqBytes;
 #pragma unroll
@@ -174,7 +171,7 @@ __device__ __forceinline__ void bwd_zero_sums(const BwdArgs& args, const BwdTask
   ptx::bulk_commit_group();
   ptx::bulk_wait_group<0>();
   ptx::fence_proxy_async_global();
-  ptx::add_release(args.work.zeroed + section, 1);
+  ptx::add_release(args.work.zeroed + task.section + args.sections_ahead, 1);
 }
 
 // Warp 3: draws tasks, the next one shortly before the end of one, early enough to load K and V
@@ -200,12 +197,12 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
       ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
       do {
         const int index = atomicAdd(args.work.next_task, 1);
-        task.none = index >= args.num_tasks;
+        task.none = index >= args.num_draws;
         if (task.none) break;
         bwd_task<Tile>(args, index, task);
       } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
       ptx::mbarrier_arrive(bars.task_full(tasks.slot));
-      if (!task.none && args.sections_ahead) bwd_zero_sums(args, task, smem);
+      if (!task.none && !task.convert && args.sections_ahead) bwd_zero_sums(args, task, smem);
     }
     __syncwarp();
     if (task.none) return;
@@ -217,7 +214,7 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
 // at the end of a task dV and dK are stored. So each has the time of two steps for a block, which
 // deterministic mode needs. Where the warpgroups take turns at dQ, each has a store warp and a
 // buffer of its own.
-template <class Tile>
+template <class Tile, bool kConvert>
 struct BwdStore {
   using Smem = BwdSmem<Tile>;
   static constexpr int kDqFloats = Tile::kBlockQ * Tile::kHeadDim;
@@ -318,9 +315,18 @@ struct BwdStore {
       ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
       const BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
       if (task.none) return;
-      add_dq(task);
-      store_out(maps.dv, p.dv, p.dv_stride, p.fwd.head_dim_v, task);
-      store_out(maps.dk, p.dk, p.dk_stride, p.fwd.head_dim, task);
+      if (kConvert && task.convert) {
+        turn ^= task.num_steps() & 1;  // nothing is staged
+      } else {
+        add_dq(task);
+        store_out(maps.dv, p.dv, p.dv_stride, p.fwd.head_dim_v, task);
+        store_out(maps.dk, p.dk, p.dk_stride, p.fwd.head_dim, task);
+        if (kConvert && args.conversions && leader()) {
+          ptx::bulk_wait_group<0>();
+          ptx::add_release(args.work.added + task.section, 1);
+        }
+        __syncwarp();
+      }
       ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
     }
   }

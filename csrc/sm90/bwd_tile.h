@@ -53,7 +53,8 @@ struct BwdWorkspace {
 
   int* next_task = nullptr;  // the first that no thread block has drawn
   int* zeroed =
-      nullptr;  // of each section (dense batches): tasks that have zeroed their part of it
+      nullptr;           // of each section (dense batches): tasks that have zeroed their part of it
+  int* added = nullptr;  // of each section: store warps whose task adds nothing more to dQ
   // (batch, num_heads_q, dbias_rows, seqlen_kv): where deterministic mode sums a repeated bias in a
   // fixed order, dS of every query, or its sum over a row block if all queries share a row.
   float* dbias = nullptr;
@@ -87,6 +88,7 @@ struct BwdWorkspace {
     dq = reinterpret_cast<float*>(take(rows * head_dim * sizeof(float)));
     next_task = reinterpret_cast<int*>(take(sizeof(int)));
     zeroed = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
+    added = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
     if (splits > 1) {
       const size_t rows_kv = p.cu_seqlens_k ? p.total_kv : size_t(p.batch) * p.seqlen_kv;
       dk_parts = take(rows_kv * p.num_heads_kv * splits * p.head_dim * 2);

@@ -103,8 +103,8 @@ struct BwdWideWarpgroup {
     }
   }
 
-  // Hands dQ to the store warp: 16 bytes a thread and column group, in accumulator order.
-  __device__ void stage_dq(const float (&dq)[kDq]) const {
+  // Hands dQ to a store warp: 16 bytes a thread and column group, in accumulator order.
+  __device__ void stage_dq(const float (&dq)[kDq], int step) const {
     ptx::named_barrier_sync(kWideEmpty + kWarpgroup, 160);
     const uint32_t staging = smem + kStaging + thread * 16;
 #pragma unroll
@@ -114,7 +114,8 @@ struct BwdWideWarpgroup {
                             __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])});
     }
     ptx::fence_proxy_async_shared();
-    ptx::named_barrier_arrive(kWideFull + kWarpgroup, 160);
+    const int warp = args.base.params.deterministic ? step & 1 : kWarpgroup;
+    ptx::named_barrier_arrive(kWideFull + kWarpgroup + 2 * warp, 160);
   }
 
   // Hands dK or dV to the store warp, two panels at a time.
@@ -136,7 +137,7 @@ struct BwdWideWarpgroup {
                           ptx::pack<kDType>(a[6] * scale, a[7] * scale)});
       }
       ptx::fence_proxy_async_shared();
-      ptx::named_barrier_arrive(kWideFull + kWarpgroup, 160);
+      ptx::named_barrier_arrive(kWideFull + 3 * kWarpgroup, 160);
     }
   }
 

@@ -106,7 +106,7 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
     ptx::wgmma_wait_group<0>();
     ptx::pin(dq);
     this->release(bars().ds_empty());
-    this->stage_dq(dq);
+    this->stage_dq(dq, step);
   }
 
   __device__ void run(uint8_t* smem_ptr) {

@@ -50,8 +50,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else if (warp == 1) {
       BwdWideStore<Tile, 0, kClipped>{args, smem + Smem::kStaging, rank}.run(maps, smem, smem_ptr);
     } else if (warp == 2) {
-      BwdWideStore<Tile, 1, kClipped>{args, smem + Smem::kStaging + Smem::kStagingBytes, rank}.run(
-          maps, smem, smem_ptr);
+      BwdWideStore<Tile, 1, kClipped>{args, smem + Smem::kStaging, rank}.run(maps, smem, smem_ptr);
     } else {
       if (threadIdx.x % 32 == 0) bwd_wide_draw<Tile>(args, smem, smem_ptr, rank, peer);
     }

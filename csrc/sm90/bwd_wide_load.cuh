@@ -18,9 +18,6 @@ struct BwdWideArgs {
   RowMap q, dout, k, v, dk, dv;  // how the maps find the rows of a sequence
 };
 
-// The next task is drawn when so many steps of one are still to be loaded.
-constexpr int kWideDrawAt = 8;
-
 // One thread: K and V of the own keys, and of the peer's keys the columns that dQ needs here.
 template <class Tile, bool kClipped>
 __device__ __forceinline__ void bwd_wide_load_kv(const BwdWideArgs& args, const BwdMaps& maps,
@@ -76,7 +73,7 @@ __device__ __forceinline__ void bwd_wide_load_steps(const BwdWideArgs& args, con
   using Smem = BwdWideSmem<Tile>;
   const BwdWideBarriers bars{smem + Smem::kBarriers};
   const BwdWorkspace& work = args.base.work;
-  const int draw_at = min_of(task.num_steps(), kWideDrawAt);
+  const int draw_at = min_of(task.num_steps(), args.base.draw_at);
 #pragma unroll 1
   for (BwdSteps at(task); at.left > 0; at.next(), ++step) {
     const int head = task.first_q_head() + at.group, q0 = at.q_block * Tile::kBlockQ;
@@ -132,15 +129,9 @@ __device__ __forceinline__ void bwd_wide_zero_sums(const BwdArgs& args, const Bw
   using Smem = BwdWideSmem<Tile>;
   constexpr int kHalfBytes = Tile::kBlockQ * Tile::kHeadDim * 2;
   static_assert(kHalfBytes % Smem::kZeroBytes == 0);
-  const int section = task.section + args.sections_ahead;
-  const int first = args.first_item_of_section(section);
-  const int all = args.first_item_of_section(section + 1) - first;
-  if (all == 0) return;
-  const int tasks = args.tasks_of_section(task.section), each = all / tasks, rest = all % tasks;
-  const int begin = first + task.in_section * each + min_of(task.in_section, rest);
-  const int end = begin + each + (task.in_section < rest);
+  const ItemRange items = items_to_zero(args, task);
 #pragma unroll 1
-  for (int item = begin; item < end; ++item) {
+  for (int item = items.begin; item < items.end; ++item) {
     char* const sums = reinterpret_cast<char*>(args.work.dq) +
                        (2 * args.row_block_number(item) + rank) * kHalfBytes;
 #pragma unroll 4
@@ -151,22 +142,12 @@ __device__ __forceinline__ void bwd_wide_zero_sums(const BwdArgs& args, const Bw
   ptx::bulk_commit_group();
   ptx::bulk_wait_group<0>();
   ptx::fence_proxy_async_global();
-  ptx::add_release(args.work.zeroed + section, 1);
-}
-
-// Returns once the sums of the section are zeroed, by both blocks of every cluster.
-__device__ __forceinline__ void bwd_wide_wait_zeroed(const BwdArgs& args, int section) {
-  if (!args.sections_ahead || section < args.sections_ahead) return;  // by the pre-pass
-  const int parts = 2 * args.tasks_of_section(section - args.sections_ahead);
-  while (ptx::load_acquire(args.work.zeroed + section) != parts) {
-  }
-  ptx::fence_proxy_async_global();
+  ptx::add_release(args.work.zeroed + task.section + args.sections_ahead, 1);
 }
 
 // One thread of each block. The first block draws tasks in order, so that whatever a task waits for
 // in deterministic mode is running or done, and tells the second; each finds out for itself what
-// there is to do. The next task is drawn shortly before the end of one, in deterministic mode at
-// its end: others would wait for a task that is drawn and not begun.
+// there is to do. The next task is drawn shortly before the end of one.
 template <class Tile>
 __device__ __forceinline__ void bwd_wide_draw(const BwdWideArgs& args, uint32_t smem,
                                               uint8_t* smem_ptr, uint32_t rank, uint32_t peer) {
@@ -179,9 +160,6 @@ __device__ __forceinline__ void bwd_wide_draw(const BwdWideArgs& args, uint32_t 
     BwdTask<Tile>& task = bwd_wide_task_at<Tile>(smem_ptr, tasks.slot);
     ptx::mbarrier_wait(bars.near_end(), tasks.slot ^ 1);
     ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
-    if (base.params.deterministic) {
-      ptx::mbarrier_wait(bars.task_empty(tasks.slot ^ 1), tasks.phase ^ (tasks.slot == 0));
-    }
     do {
       int index;
       if (rank == 0) {
@@ -213,53 +191,66 @@ __device__ __forceinline__ int bwd_wide_dq_col(uint32_t rank) {
   return kWarpgroup * 64;
 }
 
-// A warp for each of the two warpgroups and its staging buffer: dQ is added to
-// the workspace, then dV or dK is stored.
+// A warp for each of the two warpgroups and its staging buffer: dQ is added to the workspace, then
+// dV or dK is stored. In deterministic mode the warps take whole steps in turns, since to see, take
+// and pass on a turn takes about as long as a step.
 template <class Tile, int kWarpgroup, bool kClipped>
 struct BwdWideStore {
   using Smem = BwdWideSmem<Tile>;
   static constexpr int kHalf = Tile::kBlockQ * Tile::kHeadDim / 2;  // floats of a block's dQ
-  static constexpr int kPart = Tile::kBlockQ * Tile::dq_cols(kWarpgroup);
+  template <int kOf>
+  static constexpr int kPartBytes = Tile::kBlockQ * Tile::dq_cols(kOf) * 4;
   const BwdWideArgs& args;
-  const uint32_t staging, rank;
+  const uint32_t staging, rank;  // the first warpgroup's
+  int step = 0;
   __device__ static bool leader() { return threadIdx.x % 32 == 0; }
-  __device__ void wait_full() const { ptx::named_barrier_sync(kWideFull + kWarpgroup, 160); }
-  __device__ void hand_back() const {
+  __device__ static void wait_full(int warpgroup) {
+    ptx::named_barrier_sync(kWideFull + warpgroup + 2 * kWarpgroup, 160);
+  }
+  __device__ static void hand_back(int warpgroup) {
     __syncwarp();
-    ptx::named_barrier_arrive(kWideEmpty + kWarpgroup, 160);
+    ptx::named_barrier_arrive(kWideEmpty + warpgroup, 160);
   }
 
-  // Both warps of a block add to one turn, so a block's turn is two further
-  // than its predecessor's.
-  __device__ void add_dq(const BwdTask<Tile>& task) const {
+  // A warpgroup's columns, to a block's half of the sums of a row block.
+  template <int kOf>
+  __device__ void add_part(float* half) const {
+    if (leader()) {
+      ptx::bulk_reduce_add_f32(half + bwd_wide_dq_col<Tile, kOf>(rank) * Tile::kBlockQ,
+                               staging + kOf * Smem::kStagingBytes, kPartBytes<kOf>,
+                               ptx::kEvictLast);
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    hand_back(kOf);
+  }
+
+  __device__ void add_dq(const BwdTask<Tile>& task) {
     const BwdWorkspace& work = args.base.work;
-    if (leader()) bwd_wide_wait_zeroed(args.base, task.section);
-    const int offset = bwd_wide_dq_col<Tile, kWarpgroup>(rank) * Tile::kBlockQ;
+    if (leader()) wait_zeroed(args.base, task.section, 2);
 #pragma unroll 1
     for (BwdSteps at(task); at.left > 0; at.next()) {
       const int64_t half = 2 * ((task.first_q_head() + at.group) * work.row_blocks +
                                 task.row_block_base + at.q_block) +
                            rank;
-      int* const turn = work.dq_turn ? work.dq_turn + half : nullptr;
-      wait_full();
+      if (!work.dq_turn) {
+        wait_full(kWarpgroup);
+        add_part<kWarpgroup>(work.dq + half * kHalf);
+        continue;
+      }
+      if ((step++ & 1) != kWarpgroup) continue;
+      int* const turn = work.dq_turn + half;
+      const int mine = task.turn(at.q_block);
+      wait_full(1);  // comes first
+      if (leader()) wait_for_turn(turn, mine);
+      add_part<1>(work.dq + half * kHalf);
+      wait_full(0);
+      add_part<0>(work.dq + half * kHalf);
       if (leader()) {
-        if (turn) {
-          while (ptx::load_acquire(turn) < 2 * task.turn(at.q_block)) {
-          }
-          ptx::fence_proxy_async_global();
-        }
-        ptx::bulk_reduce_add_f32(work.dq + half * kHalf + offset, staging, kPart * 4,
-                                 ptx::kEvictLast);
-        ptx::bulk_commit_group();
-        ptx::bulk_wait_group_read<0>();
-      }
-      hand_back();
-      if (leader() && turn) {
-        // The consumers need not wait until the sums have arrived.
         ptx::bulk_wait_group<0>();
-        ptx::fence_proxy_async_global();
-        ptx::add_release(turn, 1);
+        pass_turn(turn, mine);
       }
+      __syncwarp();
     }
   }
 
@@ -271,19 +262,21 @@ struct BwdWideStore {
     const int row = task.kv0 + rank * Tile::kKeys;
 #pragma unroll 1
     for (int p = 0; p < kPanels; p += 2) {
-      wait_full();
+      wait_full(kWarpgroup);
       if (leader()) {
         for (int i = 0; i < min_of(2, kPanels - p); ++i) {
-          store_rows<kClipped>(&map, staging + i * Tile::kPanelBytes, (p + i) * 64, row, rows);
+          store_rows<kClipped>(&map,
+                               staging + kWarpgroup * Smem::kStagingBytes + i * Tile::kPanelBytes,
+                               (p + i) * 64, row, rows);
         }
         ptx::bulk_commit_group();
         ptx::bulk_wait_group_read<0>();
       }
-      hand_back();
+      hand_back(kWarpgroup);
     }
   }
 
-  __device__ void run(const BwdMaps& maps, uint32_t smem, uint8_t* smem_ptr) const {
+  __device__ void run(const BwdMaps& maps, uint32_t smem, uint8_t* smem_ptr) {
     const BwdWideBarriers bars{smem + Smem::kBarriers};
     const BwdParams& p = args.base.params;
     ptx::griddep_wait();  // the pre-pass zeroes the sums

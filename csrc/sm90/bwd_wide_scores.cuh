@@ -177,7 +177,7 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     ptx::pin(dq);
     this->release(bars().ds_empty());
     if constexpr (kMore) send_p(step + 1);
-    this->stage_dq(dq);
+    this->stage_dq(dq, step);
   }
 
   // A task's steps, of which there is at least one; `i` counts on through the tasks.

@@ -90,7 +90,9 @@ __device__ __forceinline__ BwdTask<Tile>& bwd_wide_task_at(uint8_t* smem_ptr, in
   return reinterpret_cast<BwdTask<Tile>*>(smem_ptr + BwdWideSmem<Tile>::kTask)[slot];
 }
 
-// + warpgroup: dQ, dV or dK lies in the staging buffer; the buffer may be rewritten.
-enum BwdWideNamedBarrier : int { kWideFull = 1, kWideEmpty = 3 };
+enum BwdWideNamedBarrier : int {
+  kWideFull = 1,   // + warpgroup + 2 * store warp: dQ, dV or dK lies in the staging buffer
+  kWideEmpty = 5,  // + warpgroup: the buffer may be rewritten
+};
 
 }  // namespace flash_cuda::sm90

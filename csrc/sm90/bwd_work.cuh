@@ -34,12 +34,19 @@ struct BwdArgs {
   // A dense call of many sections zeroes most of its dQ sums in the main kernel, shortly before
   // they are added to (wait_zeroed); the pre-pass zeroes those of the first sections. Else 0.
   int sections_ahead;
-  int q_blocks;  // row blocks of a query head
-  int draw_at;   // a task is drawn when so many steps of the one before are still to be loaded
+  // Conversions of a section (bwd_convert.cuh), drawn like tasks that many sections behind its own.
+  // 0: the post-pass does it.
+  int conversions;
+  int num_draws;  // tasks and conversions
+  int q_blocks;   // row blocks of a query head
+  int draw_at;    // a task is drawn when so many steps of the one before are still to be loaded
   // Deterministic mode, a bias with one row for all queries: from the dbias of a row block to the
   // next one's. Else 0.
   int64_t dbias_block_stride;
 
+  FLASH_CUDA_HOST_DEVICE int num_sections() const {
+    return ceil_div(sections_of, heads_per_section);
+  }
   __device__ int tasks_per_section() const { return heads_per_section * kv_blocks; }
   __device__ int heads_of_section(int section) const {
     return min_of(heads_per_section, sections_of - section * heads_per_section);
@@ -59,6 +66,8 @@ struct BwdArgs {
            bh * q_blocks;
   }
 };
+
+constexpr int kConvertBlocks = 8;  // row blocks of a conversion
 
 template <class Tile>
 struct BwdBarriers {
@@ -134,6 +143,7 @@ struct BwdTask {
   bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
   bool down;                           // from the last Q block to the first
   bool none;                           // no task is left
+  bool convert;                        // sums of dQ, the row blocks `blocks` of `section`
 
   __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
   __device__ int first_q_head() const { return (kNarrow ? part : kv_head) * group_size; }
@@ -195,9 +205,43 @@ __device__ __forceinline__ int sequence_of_block(const int* cu_seqlens, int batc
   return low;
 }
 
+// What is drawn as `index`: true, and `t` is a conversion, or the number of a task. Conversions of
+// a section come when all thread blocks have drawn another task since its own.
+template <class Tile>
+__device__ __forceinline__ bool bwd_conversion(const BwdArgs& args, int& index, BwdTask<Tile>& t) {
+  const int ahead = args.sections_ahead, per_section = args.tasks_per_section();
+  int i = index - ahead * per_section;
+  if (i < 0) return false;
+  // Section by section: tasks of one and conversions of one before it; at last only conversions.
+  const int period = per_section + args.conversions;
+  int section = min_of(i / period, args.num_sections() - 1 - ahead);
+  i -= section * period;
+  const int tasks = args.tasks_of_section(section + ahead);
+  if (i < tasks) {
+    index = (section + ahead) * per_section + i;
+    return false;
+  }
+  i -= tasks;
+  section += i / args.conversions;
+  const int items = args.first_item_of_section(section + 1) - args.first_item_of_section(section);
+  t.section = section;
+  t.blocks.begin = min_of(i % args.conversions * kConvertBlocks, items);
+  t.blocks.end = min_of(t.blocks.begin + kConvertBlocks, items);
+  t.group_size = 1;
+  t.kv0 = 0;
+  t.kv_slot_end = 1;
+  t.down = t.junk_behind_q = t.junk_behind_kv = t.none = false;
+  t.convert = true;
+  return true;
+}
+
 template <class Tile>
 __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask<Tile>& t) {
   const FwdParams& p = args.params.fwd;
+  if constexpr (BwdTask<Tile>::kNarrow) {
+    if (args.conversions && bwd_conversion(args, index, t)) return;
+    t.convert = false;
+  }
   // Sections of heads; inside one, KV blocks outer and heads inner, low keys first (the longest
   // rows under a causal mask).
   const int per_section = args.tasks_per_section();
@@ -253,13 +297,36 @@ __device__ __forceinline__ void pass_turn(int* turn, int mine) {
   ptx::store_release(turn, mine + 1);
 }
 
-// Returns once the sums of the section are zeroed.
-__device__ __forceinline__ void wait_zeroed(const BwdArgs& args, int section) {
-  if (!args.sections_ahead || section < args.sections_ahead) return;  // by the pre-pass
-  const int parts = args.tasks_of_section(section - args.sections_ahead);
-  while (ptx::load_acquire(args.work.zeroed + section) != parts) {
+// Returns once a counter has come to `all`; what was done before it can then be read, and added to,
+// by the copy engine.
+__device__ __forceinline__ void wait_counted(const int* counter, int all) {
+  while (ptx::load_acquire(counter) != all) {
   }
   ptx::fence_proxy_async_global();
+}
+// Until the sums of the section are zeroed, by so many blocks a task.
+__device__ __forceinline__ void wait_zeroed(const BwdArgs& args, int section, int blocks = 1) {
+  if (!args.sections_ahead || section < args.sections_ahead) return;  // by the pre-pass
+  wait_counted(args.work.zeroed + section,
+               blocks * args.tasks_of_section(section - args.sections_ahead));
+}
+// Until all is added to them, by two store warps a task.
+__device__ __forceinline__ void wait_added(const BwdArgs& args, int section) {
+  wait_counted(args.work.added + section, 2 * args.tasks_of_section(section));
+}
+
+// A task's part of the row blocks, in the order of the sections, whose sums it zeroes.
+struct ItemRange {
+  int begin, end;
+};
+template <class Tile>
+__device__ __forceinline__ ItemRange items_to_zero(const BwdArgs& args, const BwdTask<Tile>& task) {
+  const int section = task.section + args.sections_ahead;
+  const int first = args.first_item_of_section(section);
+  const int all = args.first_item_of_section(section + 1) - first;
+  const int tasks = args.tasks_of_section(task.section), each = all / tasks, rest = all % tasks;
+  const int begin = first + task.in_section * each + min_of(task.in_section, rest);
+  return {begin, begin + each + (task.in_section < rest)};
 }
 
 }  // namespace flash_cuda::sm90
