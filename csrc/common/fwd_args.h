@@ -10,9 +10,10 @@ struct FwdTileArgs {
   CUtensorMap q_map, k_map, v_map, out_map;
   FwdParams params;
   RowMap q_rows, kv_rows, out_rows;
-  int num_tiles = 0;  // packed q: an upper bound, the device counts
-  int q_blocks = 0;   // of one sequence, dense
-  int section = 1;    // (batch, head) pairs whose K and V share the L2 cache, dense
+  int num_tiles = 0;             // packed q: an upper bound, the device counts
+  int q_blocks = 0;              // of one sequence, dense
+  int section = 1;               // (batch, head) pairs whose K and V share the L2 cache, dense
+  int joined_from = kUnbounded;  // pairs from here on are one section, a multiple of the others
 };
 
 // Rows of a tile, and what the copy engine moves at once.

@@ -7,7 +7,8 @@
 namespace flash_cuda::sm90 {
 
 struct FwdArgs : FwdTileArgs {
-  int counter = 0;  // index of the tile counter of this launch
+  int counter = 0;       // index of the tile counter of this launch
+  float scale_log2 = 0;  // what the main loop multiplies scores with
 };
 
 // The KV blocks of a tile, as a warpgroup walks them: from end - 1 down to begin. Exact softmax
@@ -26,6 +27,7 @@ template <int kWalks_>
 struct FwdWorkSlot {
   static constexpr int kWalks = kWalks_;
   FwdWork work;
+  int kv_begin, kv_end;  // blocks that any warpgroup walks
   FwdWalk walks[kWalks];
 };
 

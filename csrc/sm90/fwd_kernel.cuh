@@ -64,9 +64,7 @@ struct Consumer {
   // takes the V block before the K block in turn.
   uint32_t tiles = 0, blocks = 0;
 
-  __device__ __forceinline__ const FwdWork& work() const {
-    return smem.slots[tiles % kWorkSlots].work;
-  }
+  __device__ __forceinline__ const FwdWork& work() const { return smem.slot(tiles).work; }
 
   // Byte offset of 16-byte chunk `chunk` of a row in a panel.
   static __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
@@ -75,9 +73,6 @@ struct Consumer {
   }
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int warp_row() const { return thread / 32 * 16; }
-  __device__ __forceinline__ float scale_log2() const {
-    return (Tile::has(kGeneral) ? 1.0f : args.params.softmax_scale) * 1.4426950408889634f;
-  }
 
   __device__ __forceinline__ void pin_q() {
     if constexpr (Tile::has(kQInRegisters)) {
@@ -203,7 +198,7 @@ struct Consumer {
         ptx::ldmatrix_x4(
             q[k], smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) + swizzled(row, chunk));
       }
-      if constexpr (!Tile::has(kOutOverQ)) release_q();
+      release_q();
     }
   }
   __device__ __forceinline__ void release_q() {
@@ -277,11 +272,11 @@ struct Consumer {
       mask_scores(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row(),
                   first_key());
     }
-    softmax_exact(s, scale_log2(), rows, rescale);
+    softmax_exact(s, args.scale_log2, rows, rescale);
   }
 
   __device__ __forceinline__ FwdWalk walk() const {
-    const auto& slot = smem.slots[tiles % kWorkSlots];
+    const auto& slot = smem.slot(tiles);
     FwdWalk w = slot.walks[slot.kWalks == 1 ? 0 : warpgroup];
     w.begin = uniform(w.begin);
     w.end = uniform(w.end);
@@ -303,11 +298,11 @@ struct Consumer {
   // the block from which on, since they issue GEMMs together. What a warp writes before it releases
   // K block c is seen by whoever has waited for block c + kStages.
   __device__ __forceinline__ void ask_for_exact() {
-    if (lane() == 0) atomicMin(&smem.exact_from[warpgroup], blocks + Tile::kStages + 1);
+    if (lane() == 0) ptx::min_shared(smem.exact_from(warpgroup), blocks + Tile::kStages + 1);
   }
   // Read after the wait for block c, this says whether block c + 1 must be exact.
   __device__ __forceinline__ uint32_t exact_from() const {
-    return *static_cast<volatile uint32_t*>(&smem.exact_from[warpgroup]);
+    return ptx::load_shared(smem.exact_from(warpgroup));
   }
 
   // The first KV block of a tile: S, softmax. One after the first: S, O += P V of the block before,
@@ -349,7 +344,7 @@ __device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv
     scale_rows(o, rescale[0], rescale[1]);
   } else {
     float sum0 = 0.f, sum1 = 0.f;
-    exponentials(s, scale_log2(), rows.reference[0], rows.reference[1], sum0, sum1);
+    exponentials(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0, sum1);
     const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
     if (!grown) {
       rows.sum[0] += sum0;
@@ -395,7 +390,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float
   } else {
     ask_for_exact();
     recompute_scores();
-    softmax_exact(s, scale_log2(), rows, rescale);
+    softmax_exact(s, args.scale_log2, rows, rescale);
   }
 }
 
@@ -441,7 +436,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::other_blocks(const FwdWa
       }
     }
   }
-  if constexpr (!Tile::has(kQInRegisters) && !Tile::has(kOutOverQ)) release_q();
+  if constexpr (!Tile::has(kQInRegisters)) release_q();
 }
 
 template <class Tile, DType kDType>

@@ -13,10 +13,14 @@ inline bool has_diagonal(const FwdParams& p) {
   return p.window_right < kUnbounded || p.window_left < kUnbounded || p.attention_chunk > 0;
 }
 
+// Below a diagonal of fewer tiles the last sections are walked as one, so that a launch ends with
+// short tiles; with more, sections are larger.
+constexpr int kManyQBlocks = 16, kJoinedSections = 3;
+
 // (batch, head) pairs that are walked together, whole groups: their tiles fill the device once, or
 // twice where they differ much in length.
 inline int section_that_fills(const FwdParams& p, int q_blocks) {
-  const int waves = has_diagonal(p) && q_blocks >= 16 ? 2 : 1;
+  const int waves = has_diagonal(p) && q_blocks >= kManyQBlocks ? 2 : 1;
   const int group = p.num_heads_q / p.num_heads_kv;
   const int pairs = waves * p.num_sms / max_of(q_blocks, 1);
   return max_of(ceil_div(pairs, group), 1) * group;
@@ -27,6 +31,11 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
   constexpr FwdBoxes kBoxes{Tile::kBlockQ, Tile::kPanelCols, 64, Tile::kBlockKV, 64};
   FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream)};
   args.section = section_that_fills(p, args.q_blocks);
+  if (has_diagonal(p) && args.q_blocks < kManyQBlocks) {
+    const int sections = ceil_div(p.batch * p.num_heads_q, args.section);
+    args.joined_from = max_of(sections - kJoinedSections, 0) * args.section;
+  }
+  args.scale_log2 = (Tile::has(kGeneral) ? 1.0f : p.softmax_scale) * 1.4426950408889634f;
   return args;
 }
 
@@ -56,9 +65,10 @@ template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
   if (is_general(p)) return launch_tile<typename Variants::General, kDType>(p, stream);
-  if ((Variants::kDiagonalIsShort && has_diagonal(p)) || keys_of_a_row(p) <= Variants::kShortKeys) {
+  if (keys_of_a_row(p) <= Variants::kShortKeys) {
     return launch_tile<typename Variants::Short, kDType>(p, stream);
   }
+  if (has_diagonal(p)) return launch_tile<typename Variants::Diagonal, kDType>(p, stream);
   launch_tile<typename Variants::Long, kDType>(p, stream);
 }
 

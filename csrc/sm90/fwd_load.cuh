@@ -5,6 +5,7 @@
 #include "common/pipeline.cuh"
 #include "common/tma_rows.cuh"
 #include "ptx/fence.h"
+#include "ptx/shared.h"
 #include "ptx/tma.h"
 #include "sm90/fwd_args.h"
 #include "sm90/fwd_tile.h"
@@ -18,19 +19,19 @@ constexpr int kWorkSlots = 2;
 static __device__ int tile_counters[kTileCounters];
 __device__ __forceinline__ int* tile_counter(int index) { return &tile_counters[index]; }
 
+template <class Tile>
+using FwdSlot = FwdWorkSlot<Tile::has(kTrimBlocks) ? Tile::kWarpgroups : 1>;
+
 // Addresses of everything in shared memory.
 template <class Tile>
 struct FwdSmem {
   uint32_t base;
-  FwdWorkSlot<Tile::has(kTrimBlocks) ? Tile::kWarpgroups : 1>* slots;  // kWorkSlots of them
-  uint32_t* exact_from;  // one a warpgroup; see Consumer::must_be_exact
 
   __device__ __forceinline__ uint32_t q(int warpgroup) const {
     return base + Tile::kSmemQ + warpgroup * Tile::kQSliceBytes;
   }
   __device__ __forceinline__ uint32_t out(int warpgroup) const {
-    return Tile::has(kOutOverQ) ? q(warpgroup)
-                                : base + Tile::kSmemOut + warpgroup * Tile::kOutSliceBytes;
+    return base + Tile::kSmemOut + warpgroup * Tile::kOutSliceBytes;
   }
   // The stage of the count-th block.
   __device__ __forceinline__ uint32_t k(uint32_t count) const {
@@ -48,13 +49,24 @@ struct FwdSmem {
   static constexpr int kWorkBarriersAt = kVAt + Ring::kBytes;
   static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
   static constexpr int kDrawAt = kQAt + QRing::kBytes * Tile::kWarpgroups;
-  static_assert(kDrawAt + 8 <= Tile::kSmemBarriers + Tile::kBarrierBytes);
+  static constexpr int kExactAt = kDrawAt + 8;
+  static constexpr int kSlotsAt = (kExactAt + 4 * Tile::kWarpgroups + 15) / 16 * 16;
+  static_assert(kSlotsAt + kWorkSlots * sizeof(FwdSlot<Tile>) <=
+                Tile::kSmemBarriers + Tile::kBarrierBytes);
 
   __device__ __forceinline__ Ring k_ring() const { return {base + kKAt}; }
   __device__ __forceinline__ Ring v_ring() const { return {base + kVAt}; }
   __device__ __forceinline__ WorkRing work_ring() const { return {base + kWorkBarriersAt}; }
   __device__ __forceinline__ QRing q_ring(int warpgroup) const {
     return {base + kQAt + QRing::kBytes * warpgroup};
+  }
+  __device__ __forceinline__ FwdSlot<Tile>& slot(uint32_t count) const {
+    return *ptx::shared_pointer<FwdSlot<Tile>>(base + kSlotsAt +
+                                               count % kWorkSlots * sizeof(FwdSlot<Tile>));
+  }
+  // Block from which on a warpgroup wants exact softmax; see Consumer::ask_for_exact.
+  __device__ __forceinline__ uint32_t exact_from(int warpgroup) const {
+    return base + kExactAt + 4 * warpgroup;
   }
   // A phase a tile, completed shortly before its copies end.
   __device__ __forceinline__ uint32_t draw_barrier() const { return base + kDrawAt; }
@@ -67,52 +79,60 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   smem.v_ring().init(1, Tile::kWarpgroups);
   smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1);
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
-    smem.q_ring(w).init(1, Tile::has(kOutOverQ) ? 1 : 4);
+    smem.q_ring(w).init(1, 4);
+    ptx::store_shared(smem.exact_from(w), ~0u);
   }
   ptx::mbarrier_init(smem.draw_barrier(), 1);
   ptx::fence_mbarrier_init();
 }
 
-// The blocks that a warpgroup (any of them, if all do the same) walks.
+// Says in `slot` what the work is and which blocks each warpgroup (any of them, if all do the same)
+// walks.
 template <class Tile>
-__device__ __forceinline__ FwdWalk make_walk(const FwdParams& params, const FwdWork& work,
-                                             int warpgroup) {
+__device__ __forceinline__ void fill_slot(FwdSlot<Tile>& slot, const FwdParams& params,
+                                          const FwdWork& work) {
+  slot.work = work;
   const Mask mask = Mask::make(params, work.seqlen_q, work.seqlen_kv);
-  int first_row = work.q_block * Tile::kBlockQ;
-  BlockRange range = mask.kv_blocks(first_row, Tile::kBlockQ, Tile::kBlockKV);
-  FwdWalk walk;
-  walk.skip_left = walk.skip_right = 0;
-  if constexpr (Tile::has(kTrimBlocks)) {
-    const int own_row = first_row + 64 * warpgroup;
-    const BlockRange own = mask.kv_blocks(own_row, 64, Tile::kBlockKV);
-    if (own.end > own.begin) {
-      walk.skip_left = own.begin - range.begin;
-      walk.skip_right = range.end - own.end;
-      range = own;
-      first_row = own_row;
-    }
-  }
-  walk.begin = range.begin;
-  walk.end = range.end;
-  walk.full_begin = range.full_begin;
-  walk.full_end = range.full_end;
-  // Exact blocks come first: down to where every row has seen a key, and has a reference.
   const bool all_exact = Tile::has(kGeneral) || params.strict;
-  const int exact_begin = min(range.full_end, ceil_div(mask.kv_end(first_row), Tile::kBlockKV) - 1);
-  walk.exact_begin = all_exact ? range.begin : max(exact_begin, range.begin);
-  return walk;
+  const int q_begin = work.q_block * Tile::kBlockQ;
+  const BlockRange all = mask.kv_blocks(q_begin, Tile::kBlockQ, Tile::kBlockKV);
+  slot.kv_begin = all.begin;
+  slot.kv_end = all.end;
+#pragma unroll 1
+  for (int w = 0; w < slot.kWalks; ++w) {
+    BlockRange range = all;
+    int first_row = q_begin;
+    if constexpr (Tile::has(kTrimBlocks)) {
+      const BlockRange own = mask.kv_blocks(q_begin + 64 * w, 64, Tile::kBlockKV);
+      if (own.end > own.begin) {
+        range = own;
+        first_row += 64 * w;
+      }
+    }
+    // Exact blocks come first: down to where every row has seen a key, and has a reference.
+    const int exact_begin =
+        min(range.full_end, ceil_div(mask.kv_end(first_row), Tile::kBlockKV) - 1);
+    FwdWalk walk{range.begin, range.end, range.full_begin, range.full_end};
+    walk.exact_begin = all_exact ? range.begin : max(exact_begin, range.begin);
+    walk.skip_right = slot.kv_end - range.end;
+    walk.skip_left = range.begin - slot.kv_begin;
+    slot.walks[w] = walk;
+  }
 }
 
 template <class Tile>
 __device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, const FwdParams& params,
                                         uint32_t count, const FwdWork& work) {
   const auto ring = smem.work_ring();
-  auto& slot = smem.slots[ring.stage(count)];
-  slot.work = work;
-  if (work.q_block >= 0) {
-#pragma unroll 1
-    for (int w = 0; w < slot.kWalks; ++w) slot.walks[w] = make_walk<Tile>(params, work, w);
-  }
+  fill_slot<Tile>(smem.slot(count), params, work);
+  ptx::mbarrier_arrive(ring.full(count));
+}
+
+// No more work.
+template <class Tile>
+__device__ __forceinline__ void publish_end(const FwdSmem<Tile>& smem, uint32_t count) {
+  const auto ring = smem.work_ring();
+  smem.slot(count).work = FwdWork::none();
   ptx::mbarrier_arrive(ring.full(count));
 }
 
@@ -134,16 +154,20 @@ __device__ __forceinline__ int draw_in_time(const FwdSmem<Tile>& smem, const Fwd
   return draw(args, num_tiles);
 }
 
+__device__ __forceinline__ FwdWork dense_work(const FwdArgs& args, int index) {
+  return dense_work(args.params, args.q_blocks, args.section, index, args.joined_from);
+}
+
 // Draws tiles and publishes them; one thread.
 template <class Tile>
 __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const FwdArgs& args) {
   const int num_tiles = args.num_tiles;
   uint32_t tiles = 0;
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
-    publish(smem, args.params, tiles, dense_work(args.params, args.q_blocks, args.section, index));
+    publish(smem, args.params, tiles, dense_work(args, index));
     index = draw_in_time(smem, args, num_tiles, tiles);
   }
-  publish(smem, args.params, tiles, FwdWork::none());
+  publish_end(smem, tiles);
 }
 
 // The same for packed sequences; one warp.
@@ -160,7 +184,7 @@ __device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const
     }
     index = __shfl_sync(~0u, index, 0);
   }
-  if (packed.lane == 0) publish(smem, args.params, tiles, FwdWork::none());
+  if (packed.lane == 0) publish_end(smem, tiles);
 }
 
 // Loads Q, K and V of every tile; one thread.
@@ -215,25 +239,24 @@ struct Loader {
     const int group = p.num_heads_q / p.num_heads_kv;
     for (;; ++tiles) {
       work_ring.wait_full(tiles);
-      const FwdWork w = smem.slots[work_ring.stage(tiles)].work;
+      const auto& slot = smem.slot(tiles);
+      const FwdWork w = slot.work;
+      const int begin = slot.kv_begin, end = slot.kv_end;
       ptx::mbarrier_arrive(work_ring.empty(tiles));
       if (w.q_block < 0) return;
-      const Mask mask = Mask::make(p, w.seqlen_q, w.seqlen_kv);
-      const BlockRange range =
-          mask.kv_blocks(w.q_block * Tile::kBlockQ, Tile::kBlockQ, Tile::kBlockKV);
-      const bool empty = range.end <= range.begin;
+      const bool empty = end <= begin;
       const MapRows kv = args.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
-      if (!empty) load_k(range.end - 1, kv);
+      if (!empty) load_k(end - 1, kv);
       load_q(w.q_block * Tile::kBlockQ, args.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
       // The ring still holds blocks to compute while the next tile is drawn.
-      if (range.end - range.begin < 2) ptx::mbarrier_arrive(smem.draw_barrier());
+      if (end - begin < 2) ptx::mbarrier_arrive(smem.draw_barrier());
 #pragma unroll 1
-      for (int kv_block = range.end - 2; kv_block >= range.begin; --kv_block) {
-        if (kv_block == range.begin) ptx::mbarrier_arrive(smem.draw_barrier());
+      for (int kv_block = end - 2; kv_block >= begin; --kv_block) {
+        if (kv_block == begin) ptx::mbarrier_arrive(smem.draw_barrier());
         load_k(kv_block, kv);
         load_v(kv_block + 1, kv);
       }
-      if (!empty) load_v(range.begin, kv);
+      if (!empty) load_v(begin, kv);
     }
   }
 };

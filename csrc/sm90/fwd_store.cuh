@@ -7,58 +7,58 @@ namespace flash_cuda::sm90 {
 
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::end_rows(RowEnd (&ends)[2]) {
-  const float sink = args.params.sink ? args.params.sink[work().head] : -INFINITY;
+  const FwdWork& work = this->work();
+  const float sink = args.params.sink ? args.params.sink[work.head] : -INFINITY;
+  const int row = lane_row();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool used = lane_row() + 8 * r < work().seqlen_q;
+    const bool used = row + 8 * r < work.seqlen_q;
     const float sum = quad_sum(rows.sum[r]);
     ends[r] = row_end(rows.reference[r], used ? sum : 0.f, used ? sink : -INFINITY);
+  }
+  if ((lane() & 3) == 0) {
+    float* lse = args.params.lse + work.batch * args.params.lse_batch_stride +
+                 work.head * args.params.lse_head_stride + work.q_row0;
+    if (row < work.seqlen_q_slot) lse[row] = ends[0].lse;
+    if (row + 8 < work.seqlen_q_slot) lse[row + 8] = ends[1].lse;
   }
 }
 
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const RowEnd (&ends)[2]) {
+  constexpr int kPanels = Tile::kPanelsV / Tile::kOutParts, kChunks = Tile::kOutCols / 16;
   const FwdWork& work = this->work();
-  // The previous tile's copy has read the staging memory.
-  if constexpr (!Tile::has(kOutOverQ)) {
-    if (thread == 0) ptx::bulk_wait_group_read<0>();
-  }
-  ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
   const int row = warp_row() + (lane() & 15);
 #pragma unroll
-  for (int c = 0; c < Tile::kHeadDimV / 16; ++c) {
-    uint32_t packed[4];
+  for (int part = 0; part < Tile::kOutParts; ++part) {
+    // The copy before, of the previous tile or part, has read the staging memory.
+    if (thread == 0) ptx::bulk_wait_group_read<0>();
+    ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      packed[i] = ptx::pack<kDType>(o[8 * c + 2 * i] * ends[i & 1].factor,
-                                    o[8 * c + 2 * i + 1] * ends[i & 1].factor);
-    }
-    ptx::stmatrix_x4(smem.out(warpgroup) + c / kStepsPanel * (64 * kPanelBytes) +
-                         swizzled(row, c % kStepsPanel * 2 + (lane() >> 4)),
-                     packed);
-  }
-  ptx::fence_proxy_async_shared();
-  ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
-  if (thread == 0) {
-    const MapRows at = args.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch);
+    for (int c = 0; c < kChunks; ++c) {
+      const float* const values = &o[8 * (part * kChunks + c)];
+      uint32_t packed[4];
 #pragma unroll
-    for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
-      store_rows(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
-                 panel * Tile::kPanelCols, own_row(), at);
+      for (int i = 0; i < 4; ++i) {
+        packed[i] = ptx::pack<kDType>(values[2 * i] * ends[i & 1].factor,
+                                      values[2 * i + 1] * ends[i & 1].factor);
+      }
+      ptx::stmatrix_x4(smem.out(warpgroup) + c / kStepsPanel * (64 * kPanelBytes) +
+                           swizzled(row, c % kStepsPanel * 2 + (lane() >> 4)),
+                       packed);
     }
-    ptx::bulk_commit_group();
-    if constexpr (Tile::has(kOutOverQ)) {
-      // Q's memory is free again once the copy has read it.
-      ptx::bulk_wait_group_read<0>();
-      ptx::mbarrier_arrive(smem.q_ring(warpgroup).empty(tiles));
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
+    if (thread == 0) {
+      const MapRows at =
+          args.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        store_rows(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
+                   (part * kPanels + panel) * Tile::kPanelCols, own_row(), at);
+      }
+      ptx::bulk_commit_group();
     }
-  }
-  if ((lane() & 3) == 0) {
-    float* lse = args.params.lse + work.batch * args.params.lse_batch_stride +
-                 work.head * args.params.lse_head_stride + work.q_row0;
-    const int row = lane_row();
-    if (row < work.seqlen_q_slot) lse[row] = ends[0].lse;
-    if (row + 8 < work.seqlen_q_slot) lse[row + 8] = ends[1].lse;
   }
 }
 
@@ -69,18 +69,14 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_empty() {
   const FwdWork& work = this->work();
   // Every warp sees every phase of Q's barrier, before it is released.
   smem.q_ring(warpgroup).wait_full(tiles);
-  if constexpr (Tile::has(kOutOverQ)) {
-    ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
-    if (thread == 0) ptx::mbarrier_arrive(smem.q_ring(warpgroup).empty(tiles));
-  } else {
-    release_q();
-  }
+  release_q();
   const int own_q0 = own_row();
   const int num_rows = min(64, work.seqlen_q_slot - own_q0);
   const int chunks = prm.head_dim_v / 8;
   auto* out = static_cast<uint16_t*>(prm.out) + work.head * prm.out_stride.head +
               (prm.cu_seqlens_q ? 0 : work.batch * prm.out_stride.batch);
   float* lse = prm.lse + work.batch * prm.lse_batch_stride + work.head * prm.lse_head_stride;
+#pragma unroll 1
   for (int i = thread; i < num_rows * chunks; i += 128) {
     const int64_t row = work.q_row0 + own_q0 + i / chunks;
     *reinterpret_cast<uint4*>(out + row * prm.out_stride.row + i % chunks * 8) = uint4{};
@@ -119,10 +115,7 @@ template <class Tile, DType kDType>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs args) {
   extern __shared__ uint8_t smem_raw[];
-  __shared__ FwdWorkSlot<Tile::has(kTrimBlocks) ? Tile::kWarpgroups : 1> slots[kWorkSlots];
-  __shared__ uint32_t exact_from[Tile::kWarpgroups];
-  const FwdSmem<Tile> smem{(ptx::smem_addr(smem_raw) + 1023) & ~1023u, slots, exact_from};
-  if (threadIdx.x < Tile::kWarpgroups) exact_from[threadIdx.x] = ~0u;
+  const FwdSmem<Tile> smem{(ptx::smem_addr(smem_raw) + 1023) & ~1023u};
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
@@ -135,8 +128,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       ptx::tma_prefetch_map(&args.out_map);
       Loader<Tile>{smem, args}.run();
     } else if (threadIdx.x / 32 == 1) {
-      const bool packed = args.params.cu_seqlens_q;
-      if (packed) {
+      if (args.params.cu_seqlens_q) {
         schedule_packed(smem, args);
       } else if (threadIdx.x == 32) {
         schedule_dense(smem, args);

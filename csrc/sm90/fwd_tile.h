@@ -10,7 +10,7 @@ namespace flash_cuda::sm90 {
 // Options of a tile. Which shapes use which: fwd_launch.cuh and docs/tuning.md.
 enum FwdOption : unsigned {
   kQInRegisters = 1,  // Q fragments are read once a tile; its shared memory is free early
-  kOutOverQ = 2,      // O is staged in Q's shared memory, where there is no room for both
+  kOutInParts = 2,    // O is staged part by part, where there is no room for all of it
   kTrimBlocks = 4,    // every warpgroup walks its own KV range, not the block's
   kPingPong = 8,      // warpgroups take turns at issuing GEMMs
   kGeneral = 16,      // softcap, ALiBi, bias, any softmax_scale; every block by the exact path
@@ -45,22 +45,25 @@ struct FwdTile {
   static constexpr int kPanelsQK = kHeadDim / kPanelCols;
   static constexpr int kPanelsV = kHeadDimV / kPanelCols;
 
-  static constexpr int kQSliceBytes = 64 * kHeadDim * 2;     // of one warpgroup
-  static constexpr int kOutSliceBytes = 64 * kHeadDimV * 2;  // of one warpgroup
+  // Columns of O that are staged at once.
+  static constexpr int kOutCols = !has(kOutInParts) ? kHeadDimV : kHeadDimV > 192 ? 128 : 64;
+  static constexpr int kOutParts = kHeadDimV / kOutCols;
+  static constexpr int kQSliceBytes = 64 * kHeadDim * 2;    // of one warpgroup
+  static constexpr int kOutSliceBytes = 64 * kOutCols * 2;  // of one warpgroup
   static constexpr int kStageBytesK = kBlockKV * kHeadDim * 2;
   static constexpr int kStageBytesV = kBlockKV * kHeadDimV * 2;
 
   // Offsets from a base aligned to 1024 bytes.
   static constexpr int kSmemQ = 0;
   static constexpr int kSmemOut = kQSliceBytes * kWarpgroups;
-  static constexpr int kSmemK = kSmemOut + (has(kOutOverQ) ? 0 : kOutSliceBytes * kWarpgroups);
+  static constexpr int kSmemK = kSmemOut + kOutSliceBytes * kWarpgroups;
   static constexpr int kSmemV = kSmemK + kStages * kStageBytesK;
   static constexpr int kSmemBarriers = kSmemV + kStages * kStageBytesV;
-  static constexpr int kBarrierBytes = 512;
+  static constexpr int kBarrierBytes = 1024;  // barriers, work slots
   static constexpr int kSmemBytes = kSmemBarriers + kBarrierBytes + 1024;
 
   static_assert(kSmemBytes <= 232448, "more shared memory than a block can have");
-  static_assert(kHeadDimV <= kHeadDim || !has(kOutOverQ), "O does not fit over Q");
+  static_assert(kHeadDimV % kOutCols == 0 && kOutCols % kPanelCols == 0, "parts are whole panels");
   static_assert(kBlockKV % 16 == 0 && (kBlockKV * kPanelBytes) % 1024 == 0, "panels are aligned");
 };
 

@@ -1,7 +1,8 @@
 // Which tile serves which call: one table for all head dimensions.
 //
-// Short serves rows that see few keys (their tiles end often), Long the others, General every call
-// with a score modification. The figures behind it are in docs/tuning.md.
+// Short serves rows that see few keys (their tiles end often), Diagonal the others below a diagonal
+// or in a window, Long the rest, General every call with a score modification. The figures behind
+// it are in docs/tuning.md.
 #pragma once
 
 #include "sm90/fwd_tile.h"
@@ -11,56 +12,56 @@ namespace flash_cuda::sm90 {
 template <int kHeadDim, int kHeadDimV>
 struct FwdVariants;
 
-// Four warpgroups with 64 keys a block hide more of each other's latency than two or three with
-// 128; below a diagonal each walks its own range.
+// Four warpgroups with 64 keys a block (three at head dim 96) hide more of each other's latency
+// than two with 128; below a diagonal each walks its own range.
 template <>
 struct FwdVariants<64, 64> {
   using Long = FwdTile<64, 64, 64, 4, 8>;
-  using Short = FwdTile<64, 64, 64, 4, 8, kTrimBlocks>;
+  using Diagonal = FwdTile<64, 64, 64, 4, 8, kTrimBlocks>;
+  using Short = Long;
   using General = FwdTile<64, 64, 64, 2, 4, kGeneral>;
   static constexpr int kShortKeys = 0;
-  static constexpr bool kDiagonalIsShort = true;
 };
 template <>
 struct FwdVariants<96, 96> {
-  using Long = FwdTile<96, 96, 128, 2, 2, kQInRegisters>;
+  using Long = FwdTile<96, 96, 64, 3, 4>;
+  using Diagonal = FwdTile<96, 96, 64, 3, 4, kTrimBlocks>;
   using Short = FwdTile<96, 96, 128, 2, 2, kPingPong>;
   using General = FwdTile<96, 96, 64, 2, 2, kGeneral>;
   static constexpr int kShortKeys = 1024;
-  static constexpr bool kDiagonalIsShort = false;
 };
 // Turns keep the warpgroups apart; since KV ranges come from the scheduler they win at any length.
 template <>
 struct FwdVariants<128, 128> {
   using Long = FwdTile<128, 128, 128, 2, 2, kPingPong>;
+  using Diagonal = Long;
   using Short = Long;
   using General = FwdTile<128, 128, 64, 2, 2, kGeneral>;
   static constexpr int kShortKeys = 0;
-  static constexpr bool kDiagonalIsShort = false;
 };
 template <>
 struct FwdVariants<192, 128> {
-  using Long = FwdTile<192, 128, 128, 2, 2, kOutOverQ>;
+  using Long = FwdTile<192, 128, 128, 2, 2, kOutInParts | kPingPong>;
+  using Diagonal = Long;
   using Short = Long;
-  using General = FwdTile<192, 128, 64, 2, 2, kOutOverQ | kGeneral>;
+  using General = FwdTile<192, 128, 64, 2, 2, kOutInParts | kGeneral>;
   static constexpr int kShortKeys = 0;
-  static constexpr bool kDiagonalIsShort = false;
 };
 template <>
 struct FwdVariants<192, 192> {
-  using Long = FwdTile<192, 192, 96, 2, 2, kOutOverQ>;
+  using Long = FwdTile<192, 192, 96, 2, 2, kOutInParts | kPingPong>;
+  using Diagonal = Long;
   using Short = Long;
-  using General = FwdTile<192, 192, 64, 2, 2, kOutOverQ | kGeneral>;
+  using General = FwdTile<192, 192, 64, 2, 2, kOutInParts | kGeneral>;
   static constexpr int kShortKeys = 0;
-  static constexpr bool kDiagonalIsShort = false;
 };
 template <>
 struct FwdVariants<256, 256> {
-  using Long = FwdTile<256, 256, 64, 2, 2, kOutOverQ>;
+  using Long = FwdTile<256, 256, 64, 2, 2, kOutInParts | kPingPong>;
+  using Diagonal = Long;
   using Short = Long;
-  using General = FwdTile<256, 256, 48, 2, 2, kOutOverQ | kGeneral>;
+  using General = FwdTile<256, 256, 48, 2, 2, kOutInParts | kGeneral>;
   static constexpr int kShortKeys = 0;
-  static constexpr bool kDiagonalIsShort = false;
 };
 
 }  // namespace flash_cuda::sm90
