@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from . import oracle
 from .cases import AttentionCase, grid
 from .check import Backend, check, with_cases
 
@@ -108,6 +110,36 @@ def test_bias_of_minus_infinity_is_a_mask(backend: Backend) -> None:
     assert (grads[0][:, 7] == 0).all()
     assert (grads[1][:, 30:] == 0).all()
     assert (grads[3][..., 30:] == 0).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["-1e4", "-1e8", "-1e30", "lowest"])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+def test_a_finite_bias_masks_nothing(
+    mask: str, bias_dtype: torch.dtype, head_dim: int, backend: Backend
+) -> None:
+    """Rows of nothing but one low number are means of their keys, and spoil no gradient."""
+    low = torch.finfo(bias_dtype).min if mask == "lowest" else float(mask)
+    dead, alive = slice(20, 37), [*range(20), *range(37, 90)]
+    torch.manual_seed(3)
+    q, k, v, dout = (torch.randn(1, 90, 2, head_dim, device=backend.device) for _ in range(4))
+    q, k, v, dout = (x.bfloat16() for x in (q, k, v, dout))
+    dout[:, dead] = 0  # as for rows of padding
+    bias = torch.randn(1, 1, 90, 96, device=backend.device).to(bias_dtype)[..., :90]
+    bias[..., 60:71] = low
+    bias[:, :, dead] = low
+    case = AttentionCase()
+    out, lse = backend.call(case, "fwd", q, k, v, bias=bias)
+    grads = backend.call(case, "bwd", dout, None, q, k, v, out, lse, bias=bias, wanted=7)
+    want = oracle.solve({"q": q, "k": k, "v": v, "bias": bias}, dout)
+    rows = alive if mask == "-1e8" else [*range(90)]  # floats are in steps of eight there
+    for name, got in {"out": out[:, rows], "dq": grads[0], "dk": grads[1], "dv": grads[2]}.items():
+        right = want[name][:, rows] if name == "out" else want[name]
+        assert got.isfinite().all(), name
+        assert (got.double() - right).abs().max() < 0.05, name
+    torch.testing.assert_close(
+        lse[:, :, alive].double(), want["lse"][:, :, alive], atol=1e-3, rtol=1e-5
+    )
 
 
 def test_strided_bias(backend: Backend) -> None:

@@ -3,6 +3,7 @@
 // One thread block serves one tile of block_q rows of one head; eight lanes share a row.
 #include <cuda_runtime.h>
 
+#include "common/bwd_rows.h"
 #include "common/bwd_workspace.h"
 #include "common/launch_kernel.h"
 #include "common/seqlen.h"
@@ -70,12 +71,12 @@ __global__ void __launch_bounds__(kThreads)
                             f.unaligned);
       }
       const float lse = f.lse[seq.q_batch * f.lse_batch_stride + head * f.lse_head_stride + r];
-      if (lse != -INFINITY) lse_log2 = lse * kLog2e;
+      const bool used = has_gradient(lse);
+      if (used) lse_log2 = lse * kLog2e;
       if (p.dlse && lane == 0) {
         const float dlse =
             p.dlse[seq.q_batch * p.dlse_batch_stride + head * p.dlse_head_stride + r];
-        // No gradient flows through a row without keys.
-        if (lse != -INFINITY) dot -= dlse;
+        if (used) dot -= dlse;
       }
     }
 #pragma unroll

@@ -12,6 +12,8 @@
 
 namespace flash_cuda {
 
+constexpr float kLargestBias = 2.3e38f;  // times log2(e) is still a float
+
 // What one (sequence, query head) needs to know.
 struct ScoreMod {
   float scale, softcap, alibi_slope;
@@ -42,13 +44,20 @@ struct ScoreMod {
     return m;
   }
 
+  // Only -inf masks: what is finite stays so when it is multiplied by log2(e), or a row of nothing
+  // but the lowest number would count as one without keys.
   __device__ __forceinline__ float bias_at(int q, int kv) const {
     if (q >= seqlen_q || kv >= seqlen_kv) return 0.0f;
     const int64_t i = q * bias_row_stride + kv * bias_col_stride;
-    if (bias_dtype == DType::kFloat32) return static_cast<const float*>(bias)[i];
-    const uint16_t bits = static_cast<const uint16_t*>(bias)[i];
-    return bias_dtype == DType::kFloat16 ? ptx::to_float<DType::kFloat16>(bits)
-                                         : ptx::to_float<DType::kBFloat16>(bits);
+    float x;
+    if (bias_dtype == DType::kFloat32) {
+      x = static_cast<const float*>(bias)[i];
+    } else {
+      const uint16_t bits = static_cast<const uint16_t*>(bias)[i];
+      if (bias_dtype == DType::kFloat16) return ptx::to_float<DType::kFloat16>(bits);
+      x = ptx::to_float<DType::kBFloat16>(bits);
+    }
+    return x == -INFINITY ? x : fmaxf(x, -kLargestBias);
   }
 
   // softcap and scale only: the part with a derivative with respect to q.k.

@@ -2,6 +2,7 @@
 // conversion of the dQ sums after it.
 #pragma once
 
+#include "common/bwd_rows.h"
 #include "common/seqlen.h"
 #include "ptx/convert.h"
 #include "ptx/griddep.h"
@@ -117,9 +118,9 @@ __global__ void __launch_bounds__(kPassThreads)
   }
   __syncthreads();
   if (threadIdx.x < Tile::kBlockQ) {
-    // A row without keys has lse -inf; with +inf its probabilities come out as 0, not NaN. No
-    // gradient goes through it, whatever dlse says.
-    const bool empty = lse == -INFINITY;
+    // With +inf the probabilities of a row without gradient come out as 0, not NaN, whatever dlse
+    // says.
+    const bool empty = !has_gradient(lse);
     args.work.lse2[work_row + threadIdx.x] = empty ? INFINITY : lse * 1.4426950408889634f;
     args.work.delta[work_row + threadIdx.x] = empty ? 0.0f : dlse - deltas[threadIdx.x];
   }
