@@ -205,10 +205,10 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
   args.num_tasks = args.kv_blocks * args.sections_of;
   args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
   args.sections_ahead = any_gemm(args) ? sections_ahead(args) : 0;
-  // In deterministic mode a conversion that waits would hold up turns.
+  // In deterministic mode a conversion that waits would hold up turns; long rows gain nothing.
   if constexpr (BwdTask<Tile>::kNarrow) {
     const bool can = kConverts<Tile, false> && !bwd_is_general(p) && !params.deterministic;
-    if (can && args.sections_ahead && params.dq) {
+    if (can && p.seqlen_q <= 8192 && args.sections_ahead && params.dq) {
       const int group = p.num_heads_q / args.parts;
       args.conversions = ceil_div(args.heads_per_section * group * args.q_blocks, kConvertBlocks);
     }
