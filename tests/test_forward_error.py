@@ -52,7 +52,8 @@ def test_error_beside_sm80(
 
     def error(name: str) -> float:
         with flash_cuda.use_kernel(name), torch.no_grad():
-            out = flash_cuda.attention(q, k, v, causal=causal)
+            # One part: split-KV kernels are of another kind, exact in every block.
+            out = flash_cuda.attention(q, k, v, causal=causal, num_splits=1)
         return float((out.double() - want).pow(2).mean().sqrt())
 
     ampere = error("emulated:sm80" if backend.is_emulated else "sm80")
