@@ -56,6 +56,24 @@ def test_alibi(case: AttentionCase, backend: Backend) -> None:
         window_left=(60,),
         window_right=(0,),
     ),
+    # Rows at multiples of 16 bytes, which copy engines read and add to in tiles.
+    grid(
+        AttentionCase(rows=(150,), keys=(208,), heads=2, heads_kv=1, grads=True),
+        head_dim=(64, 128),
+        bias=("bhqk", "1hqk"),
+        bias_dtype=("float32", "same"),
+        softcap=(0.0, 5.0),
+        deterministic=(False, True),
+        window_right=(0,),
+    ),
+    grid(
+        AttentionCase(rows=(70, 70), keys=(136, 136), heads=2, heads_kv=1, grads=True),
+        head_dim=(64, 128),
+        bias=("b1qk", "11qk", "1h1k"),
+        bias_dtype=("same",),
+        alibi=("head",),
+        softcap=(0.0, 5.0),
+    ),
 )
 def test_bias(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)

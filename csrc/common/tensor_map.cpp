@@ -47,14 +47,15 @@ CUtensorMap make_tensor_map(const TensorMapShape& shape, DType dtype) {
   for (int i = 0; i < 3; ++i) {
     // A dimension of one element may have any stride in the tensor, but not in the map.
     const int64_t stride = shape.dims[i + 1] == 1 ? 8 : shape.strides[i];
-    strides[i] = static_cast<cuuint64_t>(stride) * 2;
+    strides[i] = static_cast<cuuint64_t>(stride) * (dtype == DType::kFloat32 ? 4 : 2);
   }
   const cuuint32_t rank = shape.wrap_bytes ? 5 : 4;
   dims[4] = cuuint64_t(kWrapSteps) + 1;
   strides[3] = shape.wrap_bytes;
   box[4] = 1;
-  const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type = dtype == DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                   : dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
   auto try_encode = [&] {
     return encode(&map, type, rank, const_cast<void*>(shape.base), dims, strides, box,

@@ -27,7 +27,7 @@ struct TensorMapShape {
 constexpr int kWrapSteps = 1 << 30;
 constexpr uint64_t kWrapTurn = uint64_t(1) << 34;
 
-// 16-bit elements, out of bounds reads as zero. Throws std::runtime_error.
+// Elements of 16 bits or float32, out of bounds reads as zero. Throws std::runtime_error.
 CUtensorMap make_tensor_map(const TensorMapShape& shape, DType dtype);
 
 }  // namespace flash_cuda

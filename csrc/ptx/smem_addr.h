@@ -24,6 +24,16 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&v)[4], uint32_t smem) 
                : "r"(smem)
                : "memory");
 }
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t smem) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_shared_f32(uint32_t smem) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(smem) : "memory");
+  return v;
+}
 __device__ __forceinline__ void store_shared_f32x2(uint32_t smem, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(x), "f"(y) : "memory");
 }

@@ -77,6 +77,16 @@ __device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, uint32_t sr
       : "memory");
 }
 
+// Adds one box; elements out of bounds are skipped. Completion is by bulk group.
+__device__ __forceinline__ void tma_reduce_add_4d(const CUtensorMap* map, uint32_t src, int c0,
+                                                  int c1, int c2, int c3) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // Adds `bytes` of float32 in shared memory to global memory.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* dst, uint32_t src, int bytes,
                                                     uint64_t policy) {

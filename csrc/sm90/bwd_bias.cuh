@@ -47,28 +47,41 @@ __device__ __forceinline__ void add_bias(float (&s)[kScores], const FwdParams& p
   }
 }
 
+// The first element of a head's gradient; of a bias with one row for all queries, of the row that a
+// block of queries has, `block_row` further.
+__device__ __forceinline__ float* dbias_of(const BwdParams& params, int64_t block_row, int batch,
+                                           int head) {
+  return params.dbias + batch * params.dbias_batch_stride + head * params.dbias_head_stride +
+         block_row;
+}
+
+// Of a bias with one row for all queries: a block's queries count as one.
+template <int kScores>
+__device__ __forceinline__ void add_dbias_of_keys(const float (&ds)[kScores], float* base,
+                                                  int64_t col_stride, const Mask& mask, int key) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = 0.0f;  // queries past the sequence have none
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) sum += ds[4 * j + 2 * r] + ds[4 * j + 2 * r + 1];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    if (key + 8 * r < mask.seqlen_kv && threadIdx.x % 4 == 0) {
+      atomicAdd(base + (key + 8 * r) * col_stride, sum);
+    }
+  }
+}
+
 // Adds dS to the gradient of the bias. One writer an element unless several scores share it. Of a
-// bias with one row for all queries a block's queries count as one, to be found at `block_row`, and
-// again there is one writer if every block has its own.
+// bias with one row for all queries there is one writer, too, if every block has a row of its own.
 template <int kScores>
 __device__ __forceinline__ void add_dbias(const float (&ds)[kScores], const BwdParams& params,
                                           int64_t block_row, const Mask& mask, int batch, int head,
                                           int q, int key) {
-  float* const base = params.dbias + batch * params.dbias_batch_stride +
-                      head * params.dbias_head_stride + block_row;
+  float* const base = dbias_of(params, block_row, batch, head);
   const int64_t row = params.dbias_row_stride, col = params.dbias_col_stride;
   if (row == 0) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = 0.0f;  // queries past the sequence have none
-#pragma unroll
-      for (int j = 0; j < kScores / 4; ++j) sum += ds[4 * j + 2 * r] + ds[4 * j + 2 * r + 1];
-      sum += __shfl_xor_sync(0xffffffff, sum, 1);
-      sum += __shfl_xor_sync(0xffffffff, sum, 2);
-      if (key + 8 * r < mask.seqlen_kv && threadIdx.x % 4 == 0) {
-        atomicAdd(base + (key + 8 * r) * col, sum);
-      }
-    }
+    add_dbias_of_keys(ds, base, col, mask, key);
   } else if (params.dbias_shared) {
     visit_scores<kScores>(base, row, col, mask, q, key,
                           [&](int i, float* at) { atomicAdd(at, ds[i]); });

@@ -9,18 +9,22 @@
 #include "ptx/named_barrier.h"
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
-#include "sm90/bwd_bias.cuh"
+#include "sm90/bwd_bias_tile.cuh"
 #include "sm90/bwd_convert.cuh"
 #include "sm90/bwd_smem.cuh"
 
 namespace flash_cuda::sm90 {
 
-// kGeneral: with softcap, or with ALiBi and a bias.
+// kGeneral: with softcap, or with ALiBi and a bias. Where the tile has room for a bias there are
+// ALiBi and a bias, and kGeneral means softcap.
 template <class Tile, DType kDType, bool kGeneral>
 struct BwdConsumer {
+  static constexpr bool kBias = Tile::kBiasStages > 0;
   static constexpr bool kBf16 = kDType == DType::kBFloat16;
   static constexpr int kHeadDim = Tile::kHeadDim, kBlockQ = Tile::kBlockQ;
   static constexpr int kBlockKV = Tile::kBlockKV;
+  // With a bias and a cap, head dim 128, there is no room for dP^T beside the scores.
+  static constexpr bool kLateDp = kBias && kGeneral && kHeadDim > 64;
   static constexpr int kScores = kBlockQ / 2;   // S^T and dP^T accumulators a thread
   static constexpr int kOut = kHeadDim / 2;     // dK and dV accumulators a thread
   static constexpr int kSlices = kBlockQ / 16;  // k-steps of dV and dK
@@ -36,13 +40,15 @@ struct BwdConsumer {
       ptx::wgmma_desc_base(kBlockKV * 128, 1024, ptx::kDescSwizzle128);
 
   const BwdArgs& args;
+  const BwdMaps& maps;
   const uint32_t smem;
   uint8_t* const smem_ptr;
   const int warpgroup, thread;  // 0 or 1; in the warpgroup
 
   float dk[kOut], dv[kOut], scores[kScores], dp[kScores];
   uint32_t p16[kSlices][4],
-      ds16[kSlices][4];  // A operands, one row a k-step
+      ds16[kSlices][4];         // A operands, one row a k-step
+  uint32_t slopes[kSlices][4];  // with a bias and a cap: derivatives of tanh, float16
 
   __device__ static void pin_operand(uint32_t (&a)[kSlices][4]) {
 #pragma unroll
@@ -87,8 +93,8 @@ struct BwdConsumer {
     const uint32_t ds = smem + Smem::kDs + stage * Smem::kDsBytes;
     const uint64_t a =
         ptx::wgmma_desc(ds + (kSplitDqRows ? warpgroup * kBlockKV * 128 : 0), kDescKv);
-    // Half the columns are a panel.
-    constexpr int kHalf = kDqCols == kHeadDim ? 0 : kBlockKV * 128;
+    // Half the columns: the second panel, or the second half of the only one.
+    constexpr int kHalf = kDqCols == kHeadDim ? 0 : kHeadDim == 128 ? kBlockKV * 128 : kDqCols * 2;
     const uint64_t b = ptx::wgmma_desc(smem + Smem::kK + warpgroup * kHalf, kDescKv);
 #pragma unroll
     for (int k = 0; k < kBlockKV / 16; ++k) {
@@ -169,14 +175,53 @@ struct BwdConsumer {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) scores[i] *= args.to_score;
     }
-    if (p.bias) add_bias<kDType>(scores, p, task.mask, task.sequence, head, q, key);
+    if (p.bias) sm90::add_bias<kDType>(scores, p, task.mask, task.sequence, head, q, key);
+  }
+
+  // With a tile of bias and no cap: products to scores.
+  __device__ void add_bias_tile(const BwdBias<Tile, kDType>& bias) {
+    bias.for_each([&](int j, const float (&b)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[4 * j + e] = fmaf(scores[4 * j + e], args.to_score, b[e]);
+    });
+    if (!args.params.fwd.alibi_slopes) return;
+    const float slope = bias.slope();
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = fmaf(-slope, bias.away(i), scores[i]);
+  }
+
+  // With a bias and a cap, of the tanhs: P^T, to p16, and the derivative of tanh.
+  __device__ void capped_probabilities(const BwdBias<Tile, kDType>& bias, int stage,
+                                       const float2* lse) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    const float slope = args.params.fwd.alibi_slopes ? bias.slope() * kLog2E : 0.0f;
+    bias.for_each([&](int j, const float (&b)[4]) {
+      const float2 row = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
+      float* s = scores + 4 * j;
+      float probability[4], slope_of[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float add =
+            fmaf(b[e], kLog2E, fmaf(-slope, bias.away(4 * j + e), e % 2 ? -row.y : -row.x));
+        probability[e] = ptx::ex2(fmaf(s[e], args.scale_log2, add));
+        // A masked score is -inf and has no slope to tell from.
+        const float tanh = fmaxf(s[e], -1.0f);
+        slope_of[e] = fmaf(-tanh, tanh, 1.0f);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        p16[j / 2][j % 2 * 2 + r] = ptx::pack<kDType>(probability[2 * r], probability[2 * r + 1]);
+        slopes[j / 2][j % 2 * 2 + r] =
+            ptx::pack<DType::kFloat16>(slope_of[2 * r], slope_of[2 * r + 1]);
+      }
+    });
   }
 
   // P^T = exp2(S^T * scale_log2 - lse2) of some slices. With a cap the derivative of tanh then
   // joins it, where only dS^T takes it from, so the operand for dV is made before.
   template <int kFrom = 0, int kTo = kSlices>
   __device__ void probabilities(float scale_log2, int stage, const float2* lse) {
-    const float capped = kGeneral && args.params.fwd.softcap != 0.0f ? 1.0f : 0.0f;
+    const float capped = !kBias && args.params.fwd.softcap != 0.0f ? 1.0f : 0.0f;
 #pragma unroll
     for (int j = 2 * kFrom; j < 2 * kTo; ++j) {
       const float2 l = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
@@ -188,7 +233,9 @@ struct BwdConsumer {
       s[1] = ptx::ex2(fmaf(s[1], scale_log2, -l.y));
       s[2] = ptx::ex2(fmaf(s[2], scale_log2, -l.x));
       s[3] = ptx::ex2(fmaf(s[3], scale_log2, -l.y));
-      if constexpr (kGeneral) {
+      if constexpr (kBias) {
+        pack_probabilities(j);
+      } else if constexpr (kGeneral) {
         pack_probabilities(j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] *= fmaf(-capped * tanhs[e], tanhs[e], 1.0f);
@@ -214,6 +261,28 @@ struct BwdConsumer {
     for (int i = 0; i < kScores; ++i) dp[i] *= scores[i], scores[i] = 1.0f;
     add_dbias(dp, args.params, q0 / kBlockQ * args.dbias_block_stride, task.mask, task.sequence,
               task.first_q_head() + group, q0 + 2 * (lane() % 4), task.kv0 + key_row());
+  }
+
+  // With a tile of bias: dS^T. Before it is rounded, or comes to the cap, it is the gradient of the
+  // bias.
+  __device__ void biased_gradients(const BwdBias<Tile, kDType>& bias) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      const float2 probability = kGeneral ? ptx::unpack<kDType>(p16[i / 4][i % 4])
+                                          : make_float2(scores[2 * i], scores[2 * i + 1]);
+      dp[2 * i] *= probability.x;
+      dp[2 * i + 1] *= probability.y;
+    }
+    bias.write(maps, dp);
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      float2 d = {dp[2 * i], dp[2 * i + 1]};
+      if constexpr (kGeneral) {
+        const float2 slope = ptx::unpack<DType::kFloat16>(slopes[i / 4][i % 4]);
+        d = {d.x * slope.x, d.y * slope.y};
+      }
+      ds16[i / 4][i % 4] = ptx::pack<kDType>(d.x, d.y);
+    }
   }
 
   // dS^T = P^T o dP^T, where dP^T already is less delta.
@@ -269,19 +338,37 @@ struct BwdConsumer {
     gemm_out<kFrom, kTo>(dv, p16, dout_tile);
   }
 
+  __device__ void issue_dp(int stage) {
+    gemm_scores<false>(dp, Smem::kV, smem + Smem::kDout + stage * Smem::kQBytes);
+    ptx::wgmma_commit_group();
+  }
+
   // From S^T, with dP^T still running, to dS and dV, in the order that measured best for the tile.
-  __device__ void gradients(const BwdTask<Tile>& task, int group, int q0, int stage, uint32_t phase,
+  __device__ void gradients(const BwdBias<Tile, kDType>& bias, int stage, uint32_t phase,
                             const float2* lse) {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     const uint32_t q_tile = smem + Smem::kQ + stage * Smem::kQBytes;
     const uint32_t dout_tile = smem + Smem::kDout + stage * Smem::kQBytes;
     constexpr int kHalf = kSlices / 2;
-    if constexpr (kGeneral) {
-      probabilities(args.scale_log2, stage, lse);
+    if constexpr (kBias || kGeneral) {
+      if constexpr (kBias && kGeneral) {
+        capped_probabilities(bias, stage, lse);
+        if constexpr (kLateDp) {
+          preset_dp(stage);
+          ptx::wgmma_fence();
+          issue_dp(stage);
+        }
+      } else {
+        probabilities(args.scale_log2, stage, lse);
+      }
       ptx::wgmma_wait_group<0>();
       ptx::pin(dp);
-      bias_gradient(task, q0, group);
-      score_gradients();
+      if constexpr (kBias) {
+        biased_gradients(bias);
+      } else {
+        bias_gradient(bias.task, bias.q0, bias.group);
+        score_gradients();
+      }
       store_ds(stage);
       issue_dv<0, kSlices>(dout_tile);
     } else if constexpr (Tile::kDkInHalves) {
@@ -331,7 +418,7 @@ struct BwdConsumer {
 
   // After dS and the issue of dV: dK, and before it dQ, if that is this warpgroup's.
   template <bool kMyDq>
-  __device__ void add_dk(int stage) {
+  __device__ void add_dk(const BwdBias<Tile, kDType>& bias, int stage) {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     float dq[kMyDq ? kDqCols / 2 : 1];
     // dS is whole; dS(i-1) in the other buffer is done with.
@@ -351,6 +438,7 @@ struct BwdConsumer {
     ptx::pin(dv);
     pin_operand(p16);
     leave_stage(bars.dout_empty(stage));
+    if constexpr (kBias) bias.hand_back();
     ptx::pin(dk);
     pin_operand(ds16);
     ptx::wgmma_fence();
@@ -374,6 +462,8 @@ struct BwdConsumer {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     const uint32_t q_tile = smem + Smem::kQ + stage * Smem::kQBytes;
     float2 lse[Tile::kLseInRegisters ? kScores / 4 : 1];
+    const BwdBias<Tile, kDType> bias{args, smem,  warpgroup, thread,
+                                     task, group, q0,        {stage, phase}};
 
     ptx::mbarrier_wait(bars.q_full(stage), phase);
     if constexpr (Tile::kLseInRegisters) {
@@ -381,26 +471,26 @@ struct BwdConsumer {
       for (int j = 0; j < kScores / 4; ++j) lse[j] = lse_of_column(stage, j);
     }
     ptx::mbarrier_wait(bars.dout_full(stage), phase);
-    preset_dp(stage);
+    if constexpr (!kLateDp) preset_dp(stage);
     ptx::wgmma_fence();
     gemm_scores<true>(scores, Smem::kK, q_tile);
     ptx::wgmma_commit_group();
-    gemm_scores<false>(dp, Smem::kV, smem + Smem::kDout + stage * Smem::kQBytes);
-    ptx::wgmma_commit_group();
+    if constexpr (!kLateDp) issue_dp(stage);
 
-    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_wait_group<kLateDp ? 0 : 1>();
     ptx::pin(scores);
     if constexpr (kGeneral) modify_scores(task, q0, group);
+    if constexpr (kBias && !kGeneral) add_bias_tile(bias);
     if (masked) {
       mask_scores(task.mask, q0, task.kv0);
       __syncwarp();
     }
-    gradients(task, group, q0, stage, phase, lse);
+    gradients(bias, stage, phase, lse);
     ptx::fence_proxy_async_shared();
     if (!kDqInTurns || warpgroup == stage) {
-      add_dk<true>(stage);
+      add_dk<true>(bias, stage);
     } else {
-      add_dk<false>(stage);
+      add_dk<false>(bias, stage);
     }
   }
 

@@ -13,7 +13,7 @@ namespace flash_cuda::sm90 {
 
 // Where dQ is not whole 64 columns a warpgroup, or registers are short, the post-pass does it.
 template <class Tile, bool kGeneral>
-constexpr bool kConverts = !kGeneral && !Tile::kDqInTurns;
+constexpr bool kConverts = !kGeneral && !Tile::kDqInTurns && Tile::kBiasStages == 0;
 
 // Loader, one thread.
 template <class Tile>

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t smem_ptr[];
   const uint32_t smem = ptx::smem_addr(smem_ptr);
   if (threadIdx.x == 0) {
-    BwdBarriers<Tile>{smem + Smem::kBarriers}.init();
+    BwdBarriers<Tile>{smem + Smem::kBarriers}.init(args.bias_write == BiasAccess::kTiles);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<232>();
-    BwdConsumer<Tile, kDType, kGeneral> consumer{args, smem, smem_ptr, warpgroup - 1,
-                                                 static_cast<int>(threadIdx.x % 128)};
+    BwdConsumer<Tile, kDType, kGeneral> consumer{
+        args, maps, smem, smem_ptr, warpgroup - 1, static_cast<int>(threadIdx.x % 128)};
     consumer.run();
   }
 }

@@ -108,6 +108,39 @@ inline void reduce_dbias(const BwdArgs& args, BwdParams params, cudaStream_t str
   launch_bwd_dbias(params, work, stream);
 }
 
+// After direct_dbias.
+inline void choose_bias_access(BwdArgs& args) {
+  const BwdParams& g = args.params;
+  const auto access = [](const void* base, int64_t row) {
+    return !base ? BiasAccess::kNone : row == 0 ? BiasAccess::kKeys : BiasAccess::kTiles;
+  };
+  args.bias_read = access(g.fwd.bias, g.fwd.bias_row_stride);
+  args.bias_write = access(g.dbias, g.dbias_row_stride);
+}
+
+// Boxes of 128 bytes of a row of (seqlen_kv, seqlen_q, heads, batch).
+inline void bias_maps(const BwdArgs& args, BwdMaps& maps) {
+  const BwdParams& g = args.params;
+  const FwdParams& p = g.fwd;
+  const auto map = [&](const void* base, int64_t batch, int64_t head, int64_t row, DType dtype) {
+    return make_tensor_map(
+        {base,
+         {p.seqlen_kv, p.seqlen_q, head ? p.num_heads_q : 1, batch ? p.batch : 1},
+         {row, head, batch},
+         {dtype == DType::kFloat32 ? 32 : 64, 64, 1, 1},
+         128},
+        dtype);
+  };
+  if (args.bias_read == BiasAccess::kTiles) {
+    maps.bias = map(p.bias, p.bias_batch_stride, p.bias_head_stride, p.bias_row_stride,
+                    p.bias_dtype == DType::kFloat32 ? DType::kFloat32 : p.dtype);
+  }
+  if (args.bias_write == BiasAccess::kTiles) {
+    maps.dbias = map(g.dbias, g.dbias_batch_stride, g.dbias_head_stride, g.dbias_row_stride,
+                     DType::kFloat32);
+  }
+}
+
 inline bool any_gemm(const BwdArgs& args) {
   const BwdParams& params = args.params;
   return args.num_tasks > 0 && (params.dq || params.dk || params.dv || params.dbias);
@@ -153,6 +186,7 @@ BwdMaps bwd_maps(const BwdArgs& args) {
   maps.v = of_kv(p.v, p.v_stride, p.head_dim_v, heads, Tile::kBlockKV);
   if (params.dk) maps.dk = of_kv(params.dk, params.dk_stride, p.head_dim, parts, kOutRows);
   if (params.dv) maps.dv = of_kv(params.dv, params.dv_stride, p.head_dim_v, parts, kOutRows);
+  if (Tile::kBiasStages > 0) bias_maps(args, maps);
   return maps;
 }
 
@@ -224,6 +258,7 @@ void launch_passes(BwdArgs& args, const BwdParams& params, cudaStream_t stream,
   const int heads = params.fwd.num_heads_q;
   const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * heads));
   direct_dbias(args, stream);
+  if (Tile::kBiasStages > 0) choose_bias_access(args);
   launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
   if (any_gemm(args)) launch_main();
   if (params.dq && !args.conversions) {
@@ -237,16 +272,15 @@ void launch_passes(BwdArgs& args, const BwdParams& params, cudaStream_t stream,
   reduce_dbias(args, params, stream);
 }
 
-template <DType kDType, int kHeadDim>
-void launch_bwd(const BwdParams& params, cudaStream_t stream) {
-  using Tile = BwdTile<kHeadDim>;
+template <class Tile, DType kDType>
+void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   const int num_sms = params.fwd.num_sms;
   BwdArgs args = bwd_args<Tile>(params, num_sms, group_splits<Tile>(params));
   launch_passes<Tile, kDType>(args, params, stream, [&] {
     BwdArgs main_args = args;
     if (args.splits > 1) redirect_to_parts(main_args);
     const BwdMaps maps = bwd_maps<Tile>(main_args);
-    if (bwd_is_general(params.fwd)) {
+    if (Tile::kBiasStages > 0 ? params.fwd.softcap != 0.0f : bwd_is_general(params.fwd)) {
       launch_main<Tile, kDType, true>(maps, main_args, stream);
     } else {
       launch_main<Tile, kDType, false>(maps, main_args, stream);
@@ -259,11 +293,28 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   });
 }
 
+// Runs `call` with the tile that serves the call. Head dim 96 has none with a bias and refuses.
+template <int kHeadDim, class Call>
+auto with_bwd_tile(const FwdParams& p, const Call& call) {
+  if constexpr (kHeadDim != 96) {
+    if (bwd_has_bias_tile(p)) return call(BwdBiasTile<kHeadDim>{});
+  }
+  return call(BwdTile<kHeadDim>{});
+}
+
+template <DType kDType, int kHeadDim>
+void launch_bwd(const BwdParams& params, cudaStream_t stream) {
+  with_bwd_tile<kHeadDim>(
+      params.fwd, [&](auto tile) { launch_bwd_tile<decltype(tile), kDType>(params, stream); });
+}
+
 template <int kHeadDim>
 size_t bwd_workspace_bytes(const BwdParams& params) {
-  using Tile = BwdTile<kHeadDim>;
-  return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, kHeadDim,
-                               group_splits<Tile>(params));
+  return with_bwd_tile<kHeadDim>(params.fwd, [&](auto tile) {
+    using Tile = decltype(tile);
+    return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, kHeadDim,
+                                 group_splits<Tile>(params));
+  });
 }
 
 }  // namespace flash_cuda::sm90

@@ -7,6 +7,7 @@
 #include "ptx/named_barrier.h"
 #include "ptx/smem_addr.h"
 #include "ptx/tma.h"
+#include "sm90/bwd_bias_tile.cuh"
 #include "sm90/bwd_convert.cuh"
 #include "sm90/bwd_smem.cuh"
 
@@ -73,6 +74,8 @@ __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMap
         maps.dout, args.work.delta + work_row, smem + Smem::kDout + stage * Smem::kQBytes,
         smem + Smem::kDelta + stage * Smem::kRowBytes,
         tail ? bars.tail_dout(stage) : bars.dout_full(stage), q_row0 + q0, head, batch);
+    if constexpr (Tile::kBiasStages > 0)
+      bwd_load_bias<Tile>(args, maps, task, smem, ring, head, q0);
     ring.next();
   }
 }

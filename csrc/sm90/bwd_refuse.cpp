@@ -46,7 +46,23 @@ const char* refuse_layout(const BwdParams& params) {
   return nullptr;
 }
 
+// Rows of the bias, and of its gradient in float32, are whole 16-byte units, or there is only one.
+bool bias_in_units(const FwdParams& p) {
+  if (p.bias_row_stride == 0) return true;
+  const int bytes = p.bias_dtype == DType::kFloat32 ? 4 : 2;
+  const auto fits = [&](int64_t stride) {
+    return stride >= 0 && stride * bytes % 16 == 0 && stride < (int64_t(1) << 38);
+  };
+  return reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 && p.bias_col_stride == 1 &&
+         fits(p.bias_batch_stride) && fits(p.bias_head_stride) && fits(p.bias_row_stride) &&
+         p.seqlen_kv % 4 == 0;
+}
+
 }  // namespace
+
+bool bwd_has_bias_tile(const FwdParams& p) {
+  return p.bias ? bias_in_units(p) : p.softcap != 0.0f && p.alibi_slopes;
+}
 
 const char* refuse_bwd(const BwdParams& params) {
   const FwdParams& p = params.fwd;
@@ -59,11 +75,18 @@ const char* refuse_bwd(const BwdParams& params) {
   if (p.block_table || p.cache_batch_idx || p.leftpad_k) {
     return "block_table, cache_batch_idx and leftpad_k have no backward";
   }
-  if (p.softcap != 0.0f && p.alibi_slopes) return "softcap with alibi_slopes is served by sm80";
-  if (p.softcap != 0.0f && p.bias) return "softcap with bias is served by sm80";
+  if (p.softcap != 0.0f && p.bias && !bias_in_units(p)) {
+    return "softcap with a bias whose rows are not 16-byte aligned is served by sm80";
+  }
   // Masked scores are an infinity that the scale makes negative.
   if (!(p.softmax_scale != 0.0f)) return "a softmax_scale of 0 is served by sm80";
   return refuse_layout(params);
+}
+
+const char* refuse_bwd_hdim96(const BwdParams& params) {
+  if (const char* why = refuse_bwd(params)) return why;
+  if (bwd_has_bias_tile(params.fwd)) return "tiles of bias are served by head dim 128";
+  return nullptr;
 }
 
 }  // namespace flash_cuda::sm90

@@ -21,8 +21,11 @@ struct BwdSmem {
   // Staging of dQ, dV or dK: a warpgroup's part.
   static constexpr int kOut = kDs + Tile::kStages * kDsBytes;
   static constexpr int kOutBytes = Tile::kDqInTurns ? kDqBytes : kDqBytes / 2;
-  static constexpr int kZeroBytes = 4096;
-  static constexpr int kZeros = kOut + 2 * kOutBytes;
+  // A tile of bias, in whose place its gradient is staged: half of it is of a warpgroup.
+  static constexpr int kBiasBytes = Tile::kBiasStages > 0 ? Tile::kBlockKV * Tile::kBlockQ * 4 : 0;
+  static constexpr int kBias = kOut + 2 * kOutBytes;
+  static constexpr int kZeroBytes = Tile::kBiasStages > 0 ? 1024 : 4096;
+  static constexpr int kZeros = kBias + Tile::kBiasStages * kBiasBytes;
   static constexpr int kLse = kZeros + kZeroBytes, kDelta = kLse + Tile::kStages * kRowBytes;
   static constexpr int kBarriers = kDelta + Tile::kStages * kRowBytes;
   static constexpr int kTask = kBarriers + 8 * BwdBarriers<Tile>::kCount;  // two, a ring
@@ -35,6 +38,7 @@ enum BwdNamedBarrier : int {
   kOutFull = 2,    // + store warp: dQ, dV or dK lies in the staging buffer
   kOutEmpty = 4,   // + warpgroup: its half of the staging buffer may be rewritten
   kDsInTurns = 6,  // + stage: instead of kDsReady, only whose turn it is waits
+  kBiasTile = 8,   // + warpgroup: its half of the tile has been read, or written
 };
 
 // Zeroes the rows [first, kRows) of an operand tile, so that what lies behind a sequence (possibly

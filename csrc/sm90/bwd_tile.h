@@ -12,7 +12,7 @@ namespace flash_cuda::sm90 {
 
 // kBlockQ rows of Q and dO stream past a tile of kBlockKV keys; two warpgroups own 64 keys each.
 // clang-format off
-template <int kHeadDim_, int kBlockQ_, bool kLseInRegisters_, bool kDkInHalves_>
+template <int kHeadDim_, int kBlockQ_, bool kLseInRegisters_, bool kDkInHalves_, int kBiasStages_>
 struct BwdTileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockQ = kBlockQ_;
@@ -20,19 +20,23 @@ struct BwdTileShape {
   static constexpr int kStages = 2;                            // of Q and of dO
   static constexpr bool kLseInRegisters = kLseInRegisters_;    // loaded before the GEMMs are issued
   static constexpr bool kDkInHalves = kDkInHalves_;            // with dV, else dV alone
+  static constexpr int kBiasStages = kBiasStages_;            // tiles of bias and its gradient
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kPanels = (kHeadDim + 63) / 64;  // of 64 columns, of an operand tile
-  // How the warpgroups share dQ: 64 rows each, half of the columns each, or, where those would cut
-  // a panel, the whole block in turns (the first takes the steps of stage 0).
+  // How the warpgroups share dQ: 64 rows each, half of the columns each, or, where those would be
+  // no multiple of 32, the whole block in turns (the first takes the steps of stage 0).
   static constexpr bool kSplitDqRows = kBlockQ == 128;
-  static constexpr bool kDqInTurns = !kSplitDqRows && kHeadDim % 128 != 0;
+  static constexpr bool kDqInTurns = !kSplitDqRows && kHeadDim % 64 != 0;
   static constexpr int kThreads = 128 * (1 + kConsumerWarpgroups);
 };
 template <int kHeadDim> struct BwdTile;
-//                                                  head_dim   q  lse    dk
-template <> struct BwdTile<64>  : BwdTileShape<          64, 128, false, true> {};
-template <> struct BwdTile<96>  : BwdTileShape<          96,  64, true, false> {};
-template <> struct BwdTile<128> : BwdTileShape<         128,  64, true, false> {};
+template <int kHeadDim> struct BwdBiasTile;  // with a bias, or softcap and ALiBi together
+//                                                      head_dim   q  lse    dk     bias
+template <> struct BwdTile<64>      : BwdTileShape<          64, 128, false, true,  0> {};
+template <> struct BwdTile<96>      : BwdTileShape<          96,  64, true,  false, 0> {};
+template <> struct BwdTile<128>     : BwdTileShape<         128,  64, true,  false, 0> {};
+template <> struct BwdBiasTile<64>  : BwdTileShape<          64,  64, true,  false, 2> {};
+template <> struct BwdBiasTile<128> : BwdTileShape<         128,  64, true,  false, 1> {};
 // clang-format on
 
 // Where one call keeps what passes between its three kernels. A row block of a sequence starts at

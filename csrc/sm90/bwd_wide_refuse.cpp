@@ -19,6 +19,9 @@ bool clips(const Stride& stride, bool packed, int batch) {
 const char* refuse_bwd_wide(const BwdParams& params) {
   if (const char* why = refuse_bwd(params)) return why;
   const FwdParams& p = params.fwd;
+  if (p.softcap != 0.0f && (p.alibi_slopes || p.bias)) {
+    return "softcap with alibi_slopes or bias is served by sm80 above head dim 128";
+  }
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
   const bool q_found =
       (!packed_q && !p.seqused_q) ||

@@ -12,6 +12,7 @@ struct BwdWideTile {
   static constexpr int kBlockKV = 128;
   static constexpr int kKeys = kBlockKV / 2;  // of a thread block
   static constexpr int kQStages = 2;
+  static constexpr int kBiasStages = 0;                       // the bias is read from memory
   static constexpr int kDoutStages = kHeadDim > 192 ? 1 : 2;  // as many as fit
   static constexpr int kThreads = 384;
   static constexpr int kPanels = kHeadDim / 64, kPanelsV = kHeadDimV / 64;  // of 64 columns

@@ -15,7 +15,12 @@ namespace flash_cuda::sm90 {
 struct BwdMaps {
   CUtensorMap q, k, v, dout;
   CUtensorMap dk, dv;  // written
+  CUtensorMap bias, dbias;
 };
+
+// How the bias is read and its gradient written where there is room for a tile of it: in tiles by
+// the copy engine, or as a value a key where all queries share one row.
+enum class BiasAccess : int { kNone, kTiles, kKeys };
 
 // The kernel's arguments beside the tensor maps.
 struct BwdArgs {
@@ -43,6 +48,7 @@ struct BwdArgs {
   // Deterministic mode, a bias with one row for all queries: from the dbias of a row block to the
   // next one's. Else 0.
   int64_t dbias_block_stride;
+  BiasAccess bias_read, bias_write;
 
   FLASH_CUDA_HOST_DEVICE int num_sections() const {
     return ceil_div(sections_of, heads_per_section);
@@ -86,7 +92,11 @@ struct BwdBarriers {
   __device__ uint32_t task_full(int slot) const { return kv_empty() + 8 * (1 + slot); }
   __device__ uint32_t task_empty(int slot) const { return task_full(slot) + 16; }
   __device__ uint32_t near_end() const { return task_empty(0) + 16; }  // time to draw a task
-  static constexpr int kCount = 9 + 6 * Tile::kStages;
+  __device__ uint32_t bias_full(int stage) const { return near_end() + 8 * (1 + stage); }
+  __device__ uint32_t bias_empty(int stage) const {
+    return bias_full(stage) + 8 * Tile::kBiasStages;
+  }
+  static constexpr int kCount = 9 + 6 * Tile::kStages + 2 * Tile::kBiasStages;
   // Every thread that reads something counts itself when it is done with it: the race checker of
   // compute-sanitizer would not see that one thread of a warp speaks for the others. A stage is
   // let go of in every step, where so many arrivals cost 1 %: there a lane counts for its warp, if
@@ -95,7 +105,8 @@ struct BwdBarriers {
   static constexpr bool kWarpsLeave = !Tile::kDqInTurns;
   static constexpr int kStageReaders = kWarpsLeave ? kReaders / 32 : kReaders;
   static constexpr int kTaskReaders = 1 + 64 + kReaders;  // the loader and the store warps, too
-  __device__ void init() const {
+  // `staged_dbias`: the thread that hands the gradient of a bias on hands its tile back.
+  __device__ void init(bool staged_dbias) const {
     ptx::mbarrier_init(kv_full(), 2);  // K and V
     ptx::mbarrier_init(kv_empty(), kReaders);
     ptx::mbarrier_init(near_end(), 1);
@@ -112,6 +123,10 @@ struct BwdBarriers {
       ptx::mbarrier_init(tail_dout(s), 1);
       ptx::mbarrier_init(q_empty(s), kStageReaders);
       ptx::mbarrier_init(dout_empty(s), kStageReaders);
+    }
+    for (int s = 0; s < Tile::kBiasStages; ++s) {
+      ptx::mbarrier_init(bias_full(s), 1);
+      ptx::mbarrier_init(bias_empty(s), staged_dbias ? Tile::kConsumerWarpgroups : kReaders);
     }
   }
 };

@@ -1,6 +1,8 @@
 // What the launcher adds to FwdParams, and what the scheduler hands out.
 #pragma once
 
+#include <cuda.h>
+
 #include "common/fwd_args.h"
 #include "common/mask.h"
 
@@ -9,6 +11,9 @@ namespace flash_cuda::sm90 {
 struct FwdArgs : FwdTileArgs {
   int counter = 0;       // index of the tile counter of this launch
   float scale_log2 = 0;  // what the main loop multiplies scores with
+  // Columns of the map are 16-bit: a float32 bias has two for every key.
+  CUtensorMap bias_map;
+  int bias_rows = 0;  // of a box: 64; 1 where all queries share a row; 0: the map does not serve
 };
 
 // The KV blocks of a tile, as a warpgroup walks them: from end - 1 down to begin. Exact softmax

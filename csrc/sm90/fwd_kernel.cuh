@@ -161,6 +161,8 @@ struct Consumer {
     for (int i = 0; i < count; ++i) {
       wait_k();
       release_k();
+      if (has_bias_slice()) smem.bias_ring().wait_full(blocks);
+      release_bias();
       ++blocks;
     }
   }
@@ -266,13 +268,28 @@ struct Consumer {
     if constexpr (Tile::has(kGeneral)) {
       const auto mod =
           ScoreMod::make(args.params, work().batch, work().head, work().seqlen_q, work().seqlen_kv);
-      modify_scores(s, mod, first_row(), first_key());
+      if (has_bias_slice()) smem.bias_ring().wait_full(blocks);
+      modify_scores<kDType>(s, mod, first_row(), first_key(), bias_slice());
+      release_bias();
     }
     if (masked) {
       mask_scores(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row(),
                   first_key());
     }
-    softmax_exact(s, args.scale_log2, rows, rescale);
+    softmax_exact<Tile::has(kGeneral)>(s, args.scale_log2, rows, rescale);
+  }
+  __device__ __forceinline__ bool has_bias_slice() const {
+    return Tile::has(kGeneral) && args.bias_rows != 0;
+  }
+  __device__ __forceinline__ BiasSlice bias_slice() const {
+    if (args.bias_rows == 1) return {smem.bias(blocks, 0), 0, lane(), true};
+    return {args.bias_rows ? smem.bias(blocks, warpgroup) : 0, warp_row(), lane(), false};
+  }
+  // In step with K: a warp has read its part of the block's bias.
+  __device__ __forceinline__ void release_bias() {
+    if (!has_bias_slice()) return;
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(smem.bias_ring().empty(blocks));
   }
 
   __device__ __forceinline__ FwdWalk walk() const {

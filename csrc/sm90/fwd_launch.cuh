@@ -26,16 +26,50 @@ inline int section_that_fills(const FwdParams& p, int q_blocks) {
   return max_of(ceil_div(pairs, group), 1) * group;
 }
 
+// The copy engine reads a bias whose rows are whole 16-byte units apart, or one row for all
+// queries.
+inline bool bias_map_serves(const FwdParams& p) {
+  const int bytes = p.bias_dtype == DType::kFloat32 ? 4 : 2;
+  const auto fits = [bytes](int64_t stride) {
+    return stride >= 0 && stride * bytes % 16 == 0 && stride < (int64_t(1) << 33);
+  };
+  return p.bias && p.bias_col_stride == 1 && !p.cu_seqlens_q && !p.cu_seqlens_k &&
+         reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 && fits(p.bias_row_stride) &&
+         fits(p.bias_head_stride) && fits(p.bias_batch_stride);
+}
+
+inline void set_bias_map(FwdArgs& args, int panels) {
+  const FwdParams& p = args.params;
+  const int units = p.bias_dtype == DType::kFloat32 ? 2 : 1;  // of 16 bits; a panel each
+  if (!bias_map_serves(p) || units > panels) return;
+  args.bias_rows = p.bias_row_stride ? 64 : 1;
+  TensorMapShape shape{};
+  shape.base = p.bias;
+  shape.dims[0] = int64_t(p.seqlen_kv) * units;
+  shape.dims[1] = p.bias_row_stride ? p.seqlen_q : 1;
+  shape.dims[2] = p.bias_head_stride ? p.num_heads_q : 1;
+  shape.dims[3] = p.bias_batch_stride ? p.batch : 1;
+  shape.strides[0] = p.bias_row_stride * units;
+  shape.strides[1] = p.bias_head_stride * units;
+  shape.strides[2] = p.bias_batch_stride * units;
+  shape.box[0] = 64;
+  shape.box[1] = args.bias_rows;
+  shape.box[2] = shape.box[3] = 1;
+  shape.swizzle_bytes = 128;
+  args.bias_map = make_tensor_map(shape, DType::kFloat16);  // bits are bits
+}
+
 template <class Tile>
 FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
   constexpr FwdBoxes kBoxes{Tile::kBlockQ, Tile::kPanelCols, 64, Tile::kBlockKV, 64};
-  FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream)};
+  FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream), {}};
   args.section = section_that_fills(p, args.q_blocks);
   if (has_diagonal(p) && args.q_blocks < kManyQBlocks) {
     const int sections = ceil_div(p.batch * p.num_heads_q, args.section);
     args.joined_from = max_of(sections - kJoinedSections, 0) * args.section;
   }
-  args.scale_log2 = (Tile::has(kGeneral) ? 1.0f : p.softmax_scale) * 1.4426950408889634f;
+  args.scale_log2 = Tile::has(kGeneral) ? 1.0f : p.softmax_scale * 1.4426950408889634f;
+  if (Tile::has(kGeneral)) set_bias_map(args, Tile::kBiasPanels);
   return args;
 }
 

@@ -41,7 +41,13 @@ struct FwdSmem {
     return base + Tile::kSmemV + count % Tile::kStages * Tile::kStageBytesV;
   }
 
+  __device__ __forceinline__ uint32_t bias(uint32_t count, int warpgroup) const {
+    return base + Tile::kSmemBias +
+           (count % Tile::kBiasStages * Tile::kWarpgroups + warpgroup) * Tile::kBiasSliceBytes;
+  }
+
   using Ring = RingBarriers<Tile::kStages>;
+  using BiasRing = RingBarriers<Tile::kBiasStages>;
   using WorkRing = RingBarriers<kWorkSlots>;
   using QRing = RingBarriers<1>;
   static constexpr int kKAt = Tile::kSmemBarriers;
@@ -49,13 +55,16 @@ struct FwdSmem {
   static constexpr int kWorkBarriersAt = kVAt + Ring::kBytes;
   static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
   static constexpr int kDrawAt = kQAt + QRing::kBytes * Tile::kWarpgroups;
-  static constexpr int kExactAt = kDrawAt + 8;
+  static constexpr int kBiasAt = kDrawAt + 8;
+  static constexpr int kExactAt = kBiasAt + BiasRing::kBytes;
   static constexpr int kSlotsAt = (kExactAt + 4 * Tile::kWarpgroups + 15) / 16 * 16;
   static_assert(kSlotsAt + kWorkSlots * sizeof(FwdSlot<Tile>) <=
                 Tile::kSmemBarriers + Tile::kBarrierBytes);
 
   __device__ __forceinline__ Ring k_ring() const { return {base + kKAt}; }
   __device__ __forceinline__ Ring v_ring() const { return {base + kVAt}; }
+  // In step with the K ring.
+  __device__ __forceinline__ BiasRing bias_ring() const { return {base + kBiasAt}; }
   __device__ __forceinline__ WorkRing work_ring() const { return {base + kWorkBarriersAt}; }
   __device__ __forceinline__ QRing q_ring(int warpgroup) const {
     return {base + kQAt + QRing::kBytes * warpgroup};
@@ -83,6 +92,7 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
     ptx::store_shared(smem.exact_from(w), ~0u);
   }
   ptx::mbarrier_init(smem.draw_barrier(), 1);
+  if (Tile::has(kGeneral)) smem.bias_ring().init(1, 4 * Tile::kWarpgroups);
   ptx::fence_mbarrier_init();
 }
 
@@ -192,7 +202,7 @@ template <class Tile>
 struct Loader {
   const FwdSmem<Tile>& smem;
   const FwdArgs& args;
-  uint32_t k_count = 0, v_count = 0, tiles = 0;
+  uint32_t k_count = 0, v_count = 0, bias_count = 0, tiles = 0;
 
   __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
     const auto ring = smem.k_ring();
@@ -217,6 +227,30 @@ struct Loader {
                 panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows, ptx::kEvictLast);
     }
     ++v_count;
+  }
+  // General variant, where the map serves. A row for all queries is copied once.
+  __device__ __forceinline__ void load_bias(const FwdWork& w, int kv_block) {
+    if (!Tile::has(kGeneral) || args.bias_rows == 0) return;
+    const FwdParams& p = args.params;
+    const int slices = args.bias_rows == 1 ? 1 : Tile::kWarpgroups;
+    const int panels = p.bias_dtype == DType::kFloat32 ? 2 : 1;
+    const int head = p.bias_head_stride ? w.head : 0, batch = p.bias_batch_stride ? w.batch : 0;
+    // Read once, or by the tiles of several heads or batches.
+    const uint64_t policy =
+        p.bias_head_stride && p.bias_batch_stride ? ptx::kEvictFirst : ptx::kEvictNormal;
+    const auto ring = smem.bias_ring();
+    ring.wait_empty(bias_count);
+    const uint32_t full = ring.full(bias_count);
+    ptx::mbarrier_arrive_expect_tx(full, slices * panels * args.bias_rows * 128);
+    for (int slice = 0; slice < slices; ++slice) {
+      const int row = args.bias_rows == 1 ? 0 : w.q_block * Tile::kBlockQ + 64 * slice;
+      for (int panel = 0; panel < panels; ++panel) {
+        ptx::tma_load_4d(smem.bias(bias_count, slice) + panel * Tile::kBiasPanelBytes,
+                         &args.bias_map, full, kv_block * Tile::kBlockKV * panels + 64 * panel, row,
+                         head, batch, policy);
+      }
+    }
+    ++bias_count;
   }
   __device__ __forceinline__ void load_q(int first_row, const MapRows& rows) {
 #pragma unroll
@@ -246,7 +280,10 @@ struct Loader {
       if (w.q_block < 0) return;
       const bool empty = end <= begin;
       const MapRows kv = args.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
-      if (!empty) load_k(end - 1, kv);
+      if (!empty) {
+        load_k(end - 1, kv);
+        load_bias(w, end - 1);
+      }
       load_q(w.q_block * Tile::kBlockQ, args.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
       // The ring still holds blocks to compute while the next tile is drawn.
       if (end - begin < 2) ptx::mbarrier_arrive(smem.draw_barrier());
@@ -255,6 +292,7 @@ struct Loader {
         if (kv_block == begin) ptx::mbarrier_arrive(smem.draw_barrier());
         load_k(kv_block, kv);
         load_v(kv_block + 1, kv);
+        load_bias(w, kv_block);
       }
       if (!empty) load_v(begin, kv);
     }

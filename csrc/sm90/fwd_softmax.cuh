@@ -14,8 +14,10 @@
 
 namespace flash_cuda::sm90 {
 
+constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.4426950408889634f;
+
 struct SoftmaxRows {
-  float reference[2];  // what is subtracted from the scaled scores, log2 units
+  float reference[2];  // what is subtracted from the scaled scores; log2 units, or natural ones
   float sum[2];        // of this thread's columns
 
   __device__ __forceinline__ void reset() {
@@ -53,15 +55,19 @@ __device__ __forceinline__ void mask_scores(float (&s)[kN], const Mask& mask, in
   }
 }
 
-// s becomes exp2(s * scale - reference); adds the rows' sums.
-template <int kN>
+// s becomes exp2(s * scale - reference), or, in natural units, exp(s - reference); adds the rows'
+// sums. In natural units the difference is formed first: a row's largest logit gives 1, however
+// large it is, and a finite logit stays finite.
+template <bool kNatural = false, int kN>
 __device__ __forceinline__ void exponentials(float (&s)[kN], float scale, float ref0, float ref1,
                                              float& sum0, float& sum1) {
 #pragma unroll
   for (int j = 0; j < kN / 4; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      s[4 * j + e] = ptx::ex2(fmaf(s[4 * j + e], scale, e < 2 ? -ref0 : -ref1));
+      const float ref = e < 2 ? ref0 : ref1;
+      s[4 * j + e] =
+          ptx::ex2(kNatural ? (s[4 * j + e] - ref) * kLog2e : fmaf(s[4 * j + e], scale, -ref));
     }
     sum0 += s[4 * j] + s[4 * j + 1];
     sum1 += s[4 * j + 2] + s[4 * j + 3];
@@ -82,8 +88,12 @@ __device__ __forceinline__ void row_maxima(const float (&s)[kN], float scale,
   maxima[1] = fmaxf(rows.reference[1], quad_max(m1) * scale);
 }
 
+// Scores beyond this are rounded before the reference, a rounded one, is subtracted: what a fused
+// multiply-add leaves of a maximum's own product could be any exponent.
+constexpr float kFusedBelow = 0x1p20f;
+
 // One block of exact online softmax; o is to be multiplied by `rescale` afterwards.
-template <int kN>
+template <bool kNatural = false, int kN>
 __device__ __forceinline__ void softmax_exact(float (&s)[kN], float scale, SoftmaxRows& rows,
                                               float (&rescale)[2]) {
   float maxima[2];
@@ -91,12 +101,20 @@ __device__ __forceinline__ void softmax_exact(float (&s)[kN], float scale, Softm
   // A row without keys so far has maximum -inf: subtract 0, so that its terms are exp2(-inf) = 0.
   const float ref0 = maxima[0] == -INFINITY ? 0.f : maxima[0];
   const float ref1 = maxima[1] == -INFINITY ? 0.f : maxima[1];
-  rescale[0] = ptx::ex2(rows.reference[0] - ref0);
-  rescale[1] = ptx::ex2(rows.reference[1] - ref1);
+  constexpr float kUnit = kNatural ? kLog2e : 1.0f;
+  rescale[0] = ptx::ex2((rows.reference[0] - ref0) * kUnit);
+  rescale[1] = ptx::ex2((rows.reference[1] - ref1) * kUnit);
   rows.reference[0] = maxima[0];
   rows.reference[1] = maxima[1];
+  if constexpr (!kNatural) {
+    if (__any_sync(~0u, fmaxf(fabsf(ref0), fabsf(ref1)) > kFusedBelow)) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) s[i] = __fmul_rn(s[i], scale);
+      scale = 1.0f;
+    }
+  }
   float sum0 = 0.f, sum1 = 0.f;
-  exponentials(s, scale, ref0, ref1, sum0, sum1);
+  exponentials<kNatural>(s, scale, ref0, ref1, sum0, sum1);
   rows.sum[0] = fmaf(rows.sum[0], rescale[0], sum0);
   rows.sum[1] = fmaf(rows.sum[1], rescale[1], sum1);
 }
@@ -107,17 +125,18 @@ struct RowEnd {
 };
 
 // The sink is one more logit, without a value.
+template <bool kNatural>
 __device__ __forceinline__ RowEnd row_end(float reference, float sum, float sink) {
-  constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.4426950408889634f;
+  const float log_keys =
+      kNatural ? fmaf(ptx::lg2(sum), kLn2, reference) : (reference + ptx::lg2(sum)) * kLn2;
   if (sink == -INFINITY) {
-    return {sum == 0.f ? 0.f : __fdividef(1.f, sum),
-            sum == 0.f ? -INFINITY : (reference + ptx::lg2(sum)) * kLn2};
+    return {sum == 0.f ? 0.f : __fdividef(1.f, sum), sum == 0.f ? -INFINITY : log_keys};
   }
   if (sum == 0.f) return {0.f, sink};
-  const float log2_keys = reference + ptx::lg2(sum), log2_sink = sink * kLog2e;
-  const float larger = fmaxf(log2_keys, log2_sink);
-  const float share = ptx::ex2(log2_keys - larger), total = share + ptx::ex2(log2_sink - larger);
-  return {__fdividef(share, total) * __fdividef(1.f, sum), (larger + ptx::lg2(total)) * kLn2};
+  const float larger = fmaxf(log_keys, sink);
+  const float share = ptx::ex2((log_keys - larger) * kLog2e);
+  const float total = share + ptx::ex2((sink - larger) * kLog2e);
+  return {__fdividef(share, total) * __fdividef(1.f, sum), fmaf(ptx::lg2(total), kLn2, larger)};
 }
 
 template <int kN>

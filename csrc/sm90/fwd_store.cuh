@@ -14,7 +14,8 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::end_rows(RowEnd (&ends)[
   for (int r = 0; r < 2; ++r) {
     const bool used = row + 8 * r < work.seqlen_q;
     const float sum = quad_sum(rows.sum[r]);
-    ends[r] = row_end(rows.reference[r], used ? sum : 0.f, used ? sink : -INFINITY);
+    ends[r] =
+        row_end<Tile::has(kGeneral)>(rows.reference[r], used ? sum : 0.f, used ? sink : -INFINITY);
   }
   if ((lane() & 3) == 0) {
     float* lse = args.params.lse + work.batch * args.params.lse_batch_stride +
@@ -126,6 +127,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       ptx::tma_prefetch_map(&args.k_map);
       ptx::tma_prefetch_map(&args.v_map);
       ptx::tma_prefetch_map(&args.out_map);
+      if (Tile::has(kGeneral) && args.bias_rows) ptx::tma_prefetch_map(&args.bias_map);
       Loader<Tile>{smem, args}.run();
     } else if (threadIdx.x / 32 == 1) {
       if (args.params.cu_seqlens_q) {

@@ -52,18 +52,26 @@ struct FwdTile {
   static constexpr int kOutSliceBytes = 64 * kOutCols * 2;  // of one warpgroup
   static constexpr int kStageBytesK = kBlockKV * kHeadDim * 2;
   static constexpr int kStageBytesV = kBlockKV * kHeadDimV * 2;
+  // General variant: a bias in panels of 128 bytes, one for 16 bits a key, two for 32.
+  static constexpr int kBiasStages = 2;
+  static constexpr int kBiasPanelBytes = 64 * 128;
+  static constexpr int kBiasPanels = kHeadDim > 192 ? 1 : 2;             // what there is room for
+  static constexpr int kBiasSliceBytes = kBiasPanels * kBiasPanelBytes;  // of one warpgroup
 
   // Offsets from a base aligned to 1024 bytes.
   static constexpr int kSmemQ = 0;
   static constexpr int kSmemOut = kQSliceBytes * kWarpgroups;
   static constexpr int kSmemK = kSmemOut + kOutSliceBytes * kWarpgroups;
   static constexpr int kSmemV = kSmemK + kStages * kStageBytesK;
-  static constexpr int kSmemBarriers = kSmemV + kStages * kStageBytesV;
+  static constexpr int kSmemBias = kSmemV + kStages * kStageBytesV;
+  static constexpr int kSmemBarriers =
+      kSmemBias + (has(kGeneral) ? kBiasStages * kBiasSliceBytes * kWarpgroups : 0);
   static constexpr int kBarrierBytes = 1024;  // barriers, work slots
   static constexpr int kSmemBytes = kSmemBarriers + kBarrierBytes + 1024;
 
   static_assert(kSmemBytes <= 232448, "more shared memory than a block can have");
   static_assert(kHeadDimV % kOutCols == 0 && kOutCols % kPanelCols == 0, "parts are whole panels");
+  static_assert(!has(kGeneral) || kBlockKV <= 64, "a block is one box of the bias wide");
   static_assert(kBlockKV % 16 == 0 && (kBlockKV * kPanelBytes) % 1024 == 0, "panels are aligned");
 };
 

@@ -19,7 +19,7 @@ struct FwdVariants<64, 64> {
   using Long = FwdTile<64, 64, 64, 4, 8>;
   using Diagonal = FwdTile<64, 64, 64, 4, 8, kTrimBlocks>;
   using Short = Long;
-  using General = FwdTile<64, 64, 64, 2, 4, kGeneral>;
+  using General = FwdTile<64, 64, 64, 4, 2, kGeneral>;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -36,7 +36,7 @@ struct FwdVariants<128, 128> {
   using Long = FwdTile<128, 128, 128, 2, 2, kPingPong>;
   using Diagonal = Long;
   using Short = Long;
-  using General = FwdTile<128, 128, 64, 2, 2, kGeneral>;
+  using General = FwdTile<128, 128, 64, 2, 2, kPingPong | kGeneral>;
   static constexpr int kShortKeys = 0;
 };
 template <>

@@ -55,7 +55,7 @@ constexpr BwdKernel bwd_row(const char* name) {
           Tile::kBlockQ,
           Tile::kBlockKV,
           Tile::kThreads,
-          refuse_bwd,
+          kHeadDim == 96 ? refuse_bwd_hdim96 : refuse_bwd,
           bwd_workspace_bytes<kHeadDim>,
           launch_bwd<kDType, kHeadDim>};
 }
