@@ -102,6 +102,16 @@ __device__ __forceinline__ float shadow_float(uint32_t bits, bool bf16) {
   const uint16_t half = bits & 0xffff;
   return bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(half));
 }
+// Sixteen elements of a row that lies in tensor memory, two in each of its words.
+__device__ __forceinline__ void shadow_unpack(float (&x)[16], const volatile uint32_t* from,
+                                              bool bf16) {
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t pair = from[i];
+    x[2 * i] = shadow_float(pair & 0xffff, bf16);
+    x[2 * i + 1] = shadow_float(pair >> 16, bf16);
+  }
+}
 // Element (row, k) of an operand in the 128-byte swizzle; k < 16.
 __device__ __forceinline__ float shadow_element(uint64_t desc, bool mn_major, uint32_t row,
                                                 uint32_t k, bool bf16) {
@@ -135,13 +145,7 @@ static __device__ __noinline__ void shadow_mma(uint32_t d, bool ts, uint32_t a_t
     for (uint32_t row = threadIdx.x % 32; row < 128; row += 32) {
       float left[16];
       if (ts) {
-        const volatile uint32_t* from = shadow_cell(a_tmem + (row << 16));
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-          const uint32_t pair = from[i];
-          left[2 * i] = shadow_float(pair & 0xffff, bf16);
-          left[2 * i + 1] = shadow_float(pair >> 16, bf16);
-        }
+        shadow_unpack(left, shadow_cell(a_tmem + (row << 16)), bf16);
       } else {
 #pragma unroll
         for (uint32_t k = 0; k < 16; ++k) left[k] = shadow_element(a, a_mn, row, k, bf16);
@@ -195,13 +199,7 @@ static __device__ __noinline__ void shadow_mma_pair(uint32_t d, bool ts, uint32_
       volatile uint32_t (*tmem)[512] = shadow_tmem[shadow_sm_of_block[blockIdx.x + block]];
       float left[16];
       if (ts) {
-        const volatile uint32_t* from = &tmem[row][a_tmem & 0xffff];
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-          const uint32_t pair = from[i];
-          left[2 * i] = shadow_float(pair & 0xffff, bf16);
-          left[2 * i + 1] = shadow_float(pair >> 16, bf16);
-        }
+        shadow_unpack(left, &tmem[row][a_tmem & 0xffff], bf16);
       } else {
 #pragma unroll
         for (uint32_t k = 0; k < 16; ++k) {
