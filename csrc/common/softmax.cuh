@@ -7,13 +7,12 @@
 #pragma once
 
 #include "common/fragment.cuh"
+#include "common/log2.h"
 #include "common/params.h"
 #include "ptx/math.h"
 
 namespace flash_cuda {
 
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kFloatMax = 3.402823466e38f;
 
 // Largest sum of a lane's probabilities in one block that may stay: every probability then

@@ -95,6 +95,24 @@ inline CUtensorMap rows_tensor_map(const MapSource& t, const RowMap& rows, int b
   return make_tensor_map(shape, dtype);
 }
 
+// A tensor with an element for every score, a bias or its gradient; a stride of 0 repeats.
+struct ScoreSource {
+  const void* base;
+  int64_t batch_stride, head_stride, row_stride;
+  DType dtype;
+};
+
+// Its map over (key, row, head, batch): boxes of 128 bytes of a row.
+inline CUtensorMap scores_tensor_map(const ScoreSource& t, const FwdParams& p, int box_rows) {
+  return make_tensor_map({t.base,
+                          {p.seqlen_kv, t.row_stride ? p.seqlen_q : 1,
+                           t.head_stride ? p.num_heads_q : 1, t.batch_stride ? p.batch : 1},
+                          {t.row_stride, t.head_stride, t.batch_stride},
+                          {t.dtype == DType::kFloat32 ? 32 : 64, box_rows, 1, 1},
+                          128},
+                         t.dtype);
+}
+
 // The copy engine wants addresses and strides of whole 16-byte units, and no repeated rows.
 inline bool map_serves(const MapSource& t, bool packed) {
   // Below 2^33, so that a row is less than the turn of a clipped map.

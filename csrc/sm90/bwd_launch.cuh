@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "common/launch.h"
-#include "common/tensor_map.h"
+#include "common/tma_rows.h"
 #include "sm90/bwd.h"
 #include "sm90/bwd_kernel.cuh"
 #include "sm90/bwd_passes.cuh"
@@ -118,26 +118,18 @@ inline void choose_bias_access(BwdArgs& args) {
   args.bias_write = access(g.dbias, g.dbias_row_stride);
 }
 
-// Boxes of 128 bytes of a row of (seqlen_kv, seqlen_q, heads, batch).
+// In boxes of 64 rows.
 inline void bias_maps(const BwdArgs& args, BwdMaps& maps) {
   const BwdParams& g = args.params;
   const FwdParams& p = g.fwd;
-  const auto map = [&](const void* base, int64_t batch, int64_t head, int64_t row, DType dtype) {
-    return make_tensor_map(
-        {base,
-         {p.seqlen_kv, p.seqlen_q, head ? p.num_heads_q : 1, batch ? p.batch : 1},
-         {row, head, batch},
-         {dtype == DType::kFloat32 ? 32 : 64, 64, 1, 1},
-         128},
-        dtype);
-  };
   if (args.bias_read == BiasAccess::kTiles) {
-    maps.bias = map(p.bias, p.bias_batch_stride, p.bias_head_stride, p.bias_row_stride,
-                    p.bias_dtype == DType::kFloat32 ? DType::kFloat32 : p.dtype);
+    maps.bias = scores_tensor_map(
+        {p.bias, p.bias_batch_stride, p.bias_head_stride, p.bias_row_stride, p.bias_dtype}, p, 64);
   }
   if (args.bias_write == BiasAccess::kTiles) {
-    maps.dbias = map(g.dbias, g.dbias_batch_stride, g.dbias_head_stride, g.dbias_row_stride,
-                     DType::kFloat32);
+    maps.dbias = scores_tensor_map(
+        {g.dbias, g.dbias_batch_stride, g.dbias_head_stride, g.dbias_row_stride, DType::kFloat32},
+        p, 64);
   }
 }
 

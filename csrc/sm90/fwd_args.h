@@ -11,7 +11,6 @@ namespace flash_cuda::sm90 {
 struct FwdArgs : FwdTileArgs {
   int counter = 0;       // index of the tile counter of this launch
   float scale_log2 = 0;  // what the main loop multiplies scores with
-  // Columns of the map are 16-bit: a float32 bias has two for every key.
   CUtensorMap bias_map;
   int bias_rows = 0;  // of a box: 64; 1 where all queries share a row; 0: the map does not serve
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/launch.h"
+#include "common/log2.h"
 #include "sm90/fwd.h"
 #include "sm90/fwd_store.cuh"
 #include "sm90/fwd_variants.h"
@@ -40,23 +41,11 @@ inline bool bias_map_serves(const FwdParams& p) {
 
 inline void set_bias_map(FwdArgs& args, int panels) {
   const FwdParams& p = args.params;
-  const int units = p.bias_dtype == DType::kFloat32 ? 2 : 1;  // of 16 bits; a panel each
-  if (!bias_map_serves(p) || units > panels) return;
+  if (!bias_map_serves(p) || (p.bias_dtype == DType::kFloat32 && panels < 2)) return;
   args.bias_rows = p.bias_row_stride ? 64 : 1;
-  TensorMapShape shape{};
-  shape.base = p.bias;
-  shape.dims[0] = int64_t(p.seqlen_kv) * units;
-  shape.dims[1] = p.bias_row_stride ? p.seqlen_q : 1;
-  shape.dims[2] = p.bias_head_stride ? p.num_heads_q : 1;
-  shape.dims[3] = p.bias_batch_stride ? p.batch : 1;
-  shape.strides[0] = p.bias_row_stride * units;
-  shape.strides[1] = p.bias_head_stride * units;
-  shape.strides[2] = p.bias_batch_stride * units;
-  shape.box[0] = 64;
-  shape.box[1] = args.bias_rows;
-  shape.box[2] = shape.box[3] = 1;
-  shape.swizzle_bytes = 128;
-  args.bias_map = make_tensor_map(shape, DType::kFloat16);  // bits are bits
+  args.bias_map = scores_tensor_map(
+      {p.bias, p.bias_batch_stride, p.bias_head_stride, p.bias_row_stride, p.bias_dtype}, p,
+      args.bias_rows);
 }
 
 template <class Tile>
@@ -68,7 +57,7 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
     const int sections = ceil_div(p.batch * p.num_heads_q, args.section);
     args.joined_from = max_of(sections - kJoinedSections, 0) * args.section;
   }
-  args.scale_log2 = Tile::has(kGeneral) ? 1.0f : p.softmax_scale * 1.4426950408889634f;
+  args.scale_log2 = Tile::has(kGeneral) ? 1.0f : p.softmax_scale * kLog2e;
   if (Tile::has(kGeneral)) set_bias_map(args, Tile::kBiasPanels);
   return args;
 }

@@ -246,8 +246,8 @@ struct Loader {
       const int row = args.bias_rows == 1 ? 0 : w.q_block * Tile::kBlockQ + 64 * slice;
       for (int panel = 0; panel < panels; ++panel) {
         ptx::tma_load_4d(smem.bias(bias_count, slice) + panel * Tile::kBiasPanelBytes,
-                         &args.bias_map, full, kv_block * Tile::kBlockKV * panels + 64 * panel, row,
-                         head, batch, policy);
+                         &args.bias_map, full, kv_block * Tile::kBlockKV + 32 * panel, row, head,
+                         batch, policy);
       }
     }
     ++bias_count;

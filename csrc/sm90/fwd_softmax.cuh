@@ -9,12 +9,11 @@
 #include <cstdint>
 
 #include "common/fragment.cuh"
+#include "common/log2.h"
 #include "common/mask.h"
 #include "ptx/math.h"
 
 namespace flash_cuda::sm90 {
-
-constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.4426950408889634f;
 
 struct SoftmaxRows {
   float reference[2];  // what is subtracted from the scaled scores; log2 units, or natural ones
