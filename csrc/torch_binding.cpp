@@ -102,6 +102,14 @@ const std::array<ScalarType, kMaxTypes>& scalar_types() {
     t[aoti_torch_dtype_uint8()] = ScalarType::kUInt8;
     t[aoti_torch_dtype_int16()] = ScalarType::kInt16;
     t[aoti_torch_dtype_bool()] = ScalarType::kBool;
+    t[aoti_torch_dtype_uint16()] = ScalarType::kUInt16;
+    t[aoti_torch_dtype_uint32()] = ScalarType::kUInt32;
+    t[aoti_torch_dtype_uint64()] = ScalarType::kUInt64;
+    t[aoti_torch_dtype_complex32()] = ScalarType::kComplex32;
+    t[aoti_torch_dtype_complex64()] = ScalarType::kComplex64;
+    t[aoti_torch_dtype_complex128()] = ScalarType::kComplex128;
+    t[aoti_torch_dtype_float8_e4m3fnuz()] = ScalarType::kFloat8E4M3Fnuz;
+    t[aoti_torch_dtype_float8_e5m2fnuz()] = ScalarType::kFloat8E5M2Fnuz;
     return t;
   }();
   return types;

@@ -26,10 +26,15 @@ def _accumulate_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    for name, tensor in (("k", k), ("v", v)):  # torch sends a mix of cpu and meta tensors here
+def _refuse_other_devices(tensors: dict[str, Tensor], q: Tensor) -> None:
+    """torch sends a mix of cpu and meta tensors here."""
+    for name, tensor in tensors.items():
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q ({q.device}), got {tensor.device}")
+
+
+def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    _refuse_other_devices({"k": k, "v": v}, q)
     *batch, rows, heads, _ = q.shape
     out = q.new_empty([*q.shape[:-1], v.shape[-1]], dtype=_out_dtype(q))
     return out, q.new_empty([*batch, heads, rows], dtype=_accumulate_dtype(q))
@@ -38,6 +43,7 @@ def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tup
 def _fake_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = {**dict(zip(_ops.BWD_NAMES, args)), **kwargs}  # noqa: B905
     q, wanted = call["q"], call.get("wanted", 7)
+    _refuse_other_devices({name: call[name] for name in ("k", "v", "dout", "out", "lse")}, q)
     dtype = _accumulate_dtype(q)
     like = (
         (q, q.dtype),

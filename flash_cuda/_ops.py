@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from flash_cuda import _C, _engine
-from flash_cuda.options import refuse_types
+from flash_cuda.options import as_bool, refuse_negated, refuse_types
 from flash_cuda.override import use_kernel
 
 Options = dict[str, Any]
@@ -429,6 +429,8 @@ def attention_forward(
     Raises:
         TypeError, ValueError, NotImplementedError: as the checks say, on every device.
     """
+    if deterministic is not False and deterministic is not True:
+        deterministic = as_bool("deterministic", deterministic)
     try:
         if torch.compiler.is_dynamo_compiling():
             return _traced_forward(q, k, v, options, deterministic)
@@ -453,6 +455,33 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     _C.check_fwd(q, k, v, **options)
 
 
+def combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None) -> OutLse:
+    """Calls `combine`, with the errors of the checks on every device."""
+    try:
+        return COMBINE(out_partial, lse_partial, dtype)
+    except ValueError as error:
+        _engine.raise_as_refused(error)
+
+
+def backward(*args: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+    """Calls `bwd`, with the errors of the checks on every device."""
+    try:
+        return BWD(*args, **options)
+    except ValueError as error:
+        _engine.raise_as_refused(error)
+    except RuntimeError:  # as in attention_forward
+        refuse_types(BWD, dict(zip(BWD_NAMES, args)) | options)  # noqa: B905
+        raise
+
+
+def check_append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor, options: Options
+) -> None:
+    """Refuses what `kv_append` would refuse; writes nothing."""
+    if not torch.compiler.is_dynamo_compiling():
+        _C.check_kv_append(k_cache, v_cache, k, v, seqlens, **options)
+
+
 def kv_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor, options: Options
 ) -> None:
@@ -462,6 +491,11 @@ def kv_append(
         KV_APPEND(k_cache, v_cache, k, v, seqlens, **options)
     except ValueError as error:
         _engine.raise_as_refused(error)
+    except RuntimeError:  # as in attention_forward
+        tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": seqlens}
+        refuse_types(KV_APPEND, tensors | options)
+        refuse_negated(k_cache=k_cache, v_cache=v_cache)
+        raise
 
 
 def _apply(

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _C, _engine
-from flash_cuda.options import fwd_options
+from flash_cuda.options import (
+    as_bool,
+    as_number,
+    check_length,
+    fwd_options,
+    refuse_others,
+    shown,
+)
 
 # Compute capabilities by the names that people use.
 DEVICES = {
@@ -151,7 +158,7 @@ def explain(
         v: like `q`.
         device: where the call would run: a torch device, a card (``"H100"``, ``"RTX 5090"``), a
             folder of kernels (``"sm90"``) or a compute capability (``"9.0"``, 90). Default: where
-            `q` is; for shapes the current CUDA device, or the CPU without one.
+            `q` is; for shapes and meta tensors the current CUDA device, or the CPU without one.
         dtype: of q, k and v where they are shapes.
         backward: explain the gradient instead.
         **options: the keyword arguments of those three functions; tensors may be shapes.
@@ -168,8 +175,8 @@ def explain(
         tensors = [_describe(n, t, dtype, place) for n, t in (("q", q), ("k", k), ("v", v))]
         dtype = tensors[0].dtype
         call = _fwd_call(tensors[0], options, dtype, place)
-        deterministic = bool(call.pop("deterministic", False))
-        if backward:
+        deterministic = call.pop("deterministic")
+        if as_bool("backward", backward):
             return _explain_bwd(capability, tensors, call, deterministic)
         return _explain_fwd(capability, tensors, call)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -213,7 +220,7 @@ def supported(
 def _target(device: str | int | torch.device | None, q: Described) -> tuple[int, torch.device]:
     """Returns the compute capability (0: of the device itself, -1: the CPU) and the device."""
     if device is None:
-        if isinstance(q, Tensor):
+        if isinstance(q, Tensor) and not q.is_meta:
             place = q.device
         else:
             place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -269,12 +276,11 @@ def _describe(name: str, value: Described, dtype: torch.dtype, place: torch.devi
         try:
             shape = [operator.index(n) for n in value]
         except TypeError:
-            raise TypeError(
-                f"{name} must be a tensor or a shape, got {value!r:.60} ({type(value).__name__})"
-            ) from None
+            raise TypeError(f"{name} must be a tensor or a shape, got {shown(value)}") from None
         if any(not 0 <= n < _LARGEST for n in shape):
             raise ValueError(f"{name} must have sizes of at least 0 and under 2**62, got {value}")
         return _Shape(shape, dtype, place)
+    refuse_others(**{name: value})
     # Meta and fake tensors have a layout and no address.
     address = 0 if value.is_meta or type(value) is not Tensor else value.data_ptr()
     return _Shape(value.shape, value.dtype, place, value.stride(), address)
@@ -306,11 +312,13 @@ def _fwd_call(
         if name not in _TENSORS or value is None:
             continue
         if isinstance(value, int) and name == "seqused_k":  # one length for all sequences
+            check_length("cache_seqlens", value)
             value = (_batch(q, options.get("cu_seqlens_q")),)
         kind = torch.int32 if name in _INT32 else torch.float32 if name in _FLOAT32 else dtype
         call[name] = _describe(name, value, kind, place)
-    deterministic = call.pop("deterministic", False)
-    dropout_p = call.pop("dropout_p", 0.0)
+    deterministic = as_bool("deterministic", call.pop("deterministic", False))
+    dropout_p = call.pop("dropout_p", None)
+    dropout_p = 0.0 if dropout_p is None else as_number("dropout_p", dropout_p)
     named = fwd_options(q, **call)  # type: ignore[arg-type]
     if dropout_p:
         named["dropout_p"] = dropout_p

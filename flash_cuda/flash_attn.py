@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import Window, fwd_options, plain_options, refuse_others
+from flash_cuda.options import Window, as_bool, fwd_options, plain_options, refuse_others
 
 # What return_attn_probs=True gives: out, lse, and None for the probabilities.
 WithProbs = tuple[Tensor, Tensor, None]
 _PAD_TO = 8  # columns; 16 bytes, the unit of the kernels' copies
+_OFF = (0.0, 0.0, 0, 0)  # of flash_attn_func's numbers
 
 
 def flash_attn_func(
@@ -87,11 +88,14 @@ def flash_attn_func(
         alibi_slopes is learnable_sink is qv is q_descale is k_descale is v_descale is seqused_q
         is seqused_k is bias is None
     )  # fmt: skip
-    if no_tensors and not (
-        dropout_p or softcap or attention_chunk or num_splits or pack_gqa is not None
-    ):
+    try:
+        numbers = (dropout_p, softcap, attention_chunk, num_splits)
+        plain = no_tensors and pack_gqa is None and numbers == _OFF
+    except (RuntimeError, ValueError):  # one is a tensor or an array: fwd_options names it
+        plain = False
+    if plain:
         out, lse = attend_plain(q, k, v, deterministic, causal, window_size, softmax_scale)
-        return (out, lse, None) if return_attn_probs else out
+        return _with_probs(out, lse, return_attn_probs)
     out, lse = attend(
         q,
         k,
@@ -115,7 +119,7 @@ def flash_attn_func(
         pack_gqa=pack_gqa,
         bias=bias,
     )
-    return (out, lse, None) if return_attn_probs else out
+    return _with_probs(out, lse, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -292,7 +296,7 @@ def flash_attn_varlen_func(
         num_splits=num_splits,
         pack_gqa=pack_gqa,
     )
-    return (out, lse, None) if return_attn_probs else out
+    return _with_probs(out, lse, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -400,7 +404,12 @@ def last_contiguous(tensor: Tensor) -> Tensor:
     """Copies a tensor whose last dimension is not contiguous."""
     if tensor.dim() == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
         return tensor
-    return tensor.contiguous()
+    # The op says what is wrong with another layout.
+    return tensor.contiguous() if tensor.layout is torch.strided else tensor
+
+
+def _with_probs(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Tensor | WithProbs:
+    return (out, lse, None) if as_bool("return_attn_probs", return_attn_probs) else out
 
 
 def _unpack(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:

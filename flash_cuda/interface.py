@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import Window, batch_of, cache_lengths, fwd_options, plain_options
+from flash_cuda.options import (
+    Window,
+    batch_of,
+    cache_lengths,
+    fwd_options,
+    plain_options,
+    refuse_beyond,
+    with_lse,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# Of `attention`'s numbers and flags, in its order.
+_OFF = (0.0, 0, False, 0.0, 0, 0, False)
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -179,19 +191,17 @@ def attention(
         alibi_slopes is bias is sink is seqused_q is seqused_k is leftpad_k is qv is q_descale
         is k_descale is v_descale is None
     )  # fmt: skip
-    if no_tensors and not (
-        softcap
-        or attention_chunk
-        or top_left
-        or dropout_p
-        or num_splits
-        or split_size
-        or strict
-        or pack_gqa is not None
-    ):
+    try:
+        numbers = (
+            softcap, attention_chunk, top_left, dropout_p, num_splits, split_size, strict
+        )  # fmt: skip
+        plain = no_tensors and pack_gqa is None and numbers == _OFF
+    except (RuntimeError, ValueError):  # one is a tensor or an array: fwd_options names it
+        plain = False
+    if plain:
         options = plain_options(causal, window, softmax_scale)
         out, lse = _ops.attention_forward(q, k, v, options, deterministic)
-        return (out, lse) if return_lse else out
+        return with_lse(out, lse, return_lse)
     options = fwd_options(
         q,
         causal=causal,
@@ -217,7 +227,7 @@ def attention(
         strict=strict,
     )
     out, lse = _ops.attention_forward(q, k, v, options, deterministic)
-    return (out, lse) if return_lse else out
+    return with_lse(out, lse, return_lse)
 
 
 @overload
@@ -347,7 +357,7 @@ def attention_varlen(
         strict=strict,
     )
     out, lse = _ops.attention_forward(q, k, v, options, deterministic)
-    return (out, lse) if return_lse else out
+    return with_lse(out, lse, return_lse)
 
 
 @overload
@@ -446,11 +456,13 @@ def attention_decode(
         TypeError, ValueError, NotImplementedError: as :func:`attention`.
     """
     batch = batch_of(q, cu_seqlens_q)
+    lengths = cache_lengths(cache_seqlens, batch, q.device)
+    refuse_beyond(cache_seqlens, 0, k_cache, block_table)
     options = fwd_options(
         q,
         causal=causal,
         window=window,
-        seqused_k=cache_lengths(cache_seqlens, batch, q.device),
+        seqused_k=lengths,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
         leftpad_k=leftpad_k,
@@ -471,4 +483,4 @@ def attention_decode(
         strict=strict,
     )
     out, lse = _ops.attention_forward(q, k_cache, v_cache, options)
-    return (out, lse) if return_lse else out
+    return with_lse(out, lse, return_lse)

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from flash_cuda import _ops
 from flash_cuda.flash_attn import last_contiguous, one_of
-from flash_cuda.options import Window, batch_of, cache_lengths, fwd_options, refuse_others
+from flash_cuda.options import (
+    Window,
+    as_bool,
+    batch_of,
+    cache_lengths,
+    fwd_options,
+    refuse_beyond,
+    refuse_lengths,
+    refuse_others,
+)
 from flash_cuda.rotary import apply_rotary
 
 
@@ -97,44 +106,26 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: as :func:`flash_cuda.attention`.
     """
     table = one_of("block_table", block_table, "page_table", page_table)
-    batch = batch_of(q, cu_seqlens_q)
-    lengths = cache_lengths(cache_seqlens, batch, q.device)
-    cache: dict[str, Any] = {"block_table": table, "cache_batch_idx": cache_batch_idx}
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must be given together")
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
-    if k is not None:
-        refuse_others(k=k, v=v, k_cache=k_cache)
-    rotary: dict[str, Any] = {}
-    if rotary_cos is not None and rotary_sin is not None:
-        refuse_others(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-        if k is None or lengths is None:
-            raise ValueError("rotary_cos needs new keys k, v and cache_seqlens")
-        start = lengths if rotary_seqlens is None else rotary_seqlens
-        if rotary_seqlens is None and cache_leftpad is not None:
-            start = start - cache_leftpad
-        steps = causal or any(end not in (None, -1) for end in window_size)
-        where = _positions(q, start, cu_seqlens_q, steps)
-        q = apply_rotary(q, rotary_cos, rotary_sin, positions=where, interleaved=rotary_interleaved)
-        if start is lengths:
-            rotary = {
-                "rotary_cos": rotary_cos,
-                "rotary_sin": rotary_sin,
-                "rotary_interleaved": rotary_interleaved,
-            }
-        else:  # the op rotates at the place in the cache only
-            where = _positions(k, start, None, True)
-            k = apply_rotary(
-                k, rotary_cos, rotary_sin, positions=where, interleaved=rotary_interleaved
-            )
-    if k is not None and lengths is None:
+    if rotary_cos is not None and (k is None or cache_seqlens is None):
+        raise ValueError("rotary_cos needs new keys k, v and cache_seqlens")
+    if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with new keys k, v")
+    lengths = cache_lengths(cache_seqlens, batch_of(q, cu_seqlens_q), q.device)
+    return_softmax_lse = as_bool("return_softmax_lse", return_softmax_lse)
+    refuse_others(k_cache=k_cache, v_cache=v_cache)
+    new_keys = 0 if k is None else _new_keys(k, v)
+    refuse_beyond(cache_seqlens, new_keys, k_cache, table)
     options = fwd_options(
         q,
         causal=causal,
         window=window_size,
-        seqused_k=lengths + k.shape[1] if lengths is not None and k is not None else lengths,
+        seqused_k=lengths + new_keys if lengths is not None and new_keys else lengths,
+        block_table=table,
+        cache_batch_idx=cache_batch_idx,
         leftpad_k=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
@@ -149,30 +140,65 @@ def flash_attn_with_kvcache(
         sink=learnable_sink,
         attention_chunk=attention_chunk,
         pack_gqa=pack_gqa,
-        **cache,
     )
     q = last_contiguous(q)
     if k is not None and v is not None and lengths is not None:
-        _check_room(cache_seqlens, k, k_cache, table)
         # Before anything is written: a call that is refused leaves the cache as it was.
         _ops.check_forward(q, k_cache, v_cache, options)
         k, v = last_contiguous(k), last_contiguous(v)
-        _ops.kv_append(k_cache, v_cache, k, v, lengths, {**cache, **rotary})
+        cache: _ops.Options = {
+            n: options[n] for n in ("block_table", "cache_batch_idx") if n in options
+        }
+        if rotary_cos is not None and rotary_sin is not None:
+            _ops.check_append(k_cache, v_cache, k, v, lengths, cache)
+            cos_sin = (rotary_cos, rotary_sin, as_bool("rotary_interleaved", rotary_interleaved))
+            start = _first_position(lengths, rotary_seqlens, cache_leftpad)
+            steps = bool(causal) or "window_left" in options or "window_right" in options
+            q = _rotated("q", q, cos_sin, _positions(q, start, cu_seqlens_q, steps))
+            if start is lengths:
+                cache.update(zip(_ROTARY, cos_sin, strict=True))
+            else:  # the op rotates at the place in the cache only
+                k = _rotated("k", k, cos_sin, _positions(k, start, None, True))
+        _ops.kv_append(k_cache, v_cache, k, v, lengths, cache)
     out, lse = _ops.attention_forward(q, k_cache, v_cache, options)
     return (out, lse) if return_softmax_lse else out
 
 
-def _check_room(
-    cache_seqlens: Tensor | int | None, k: Tensor, k_cache: Tensor, block_table: Tensor | None
-) -> None:
-    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
-        return  # kv_append_ looks at tensors, where it can
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if cache_seqlens + k.shape[1] > capacity:
+_ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved")
+
+
+def _new_keys(k: Tensor, v: Any) -> int:
+    refuse_others(k=k, v=v)
+    if k.dim() != 4:
         raise ValueError(
-            f"the cache is too small: cache_seqlens {cache_seqlens} and {k.shape[1]} new keys "
-            f"exceed its capacity of {capacity}"
+            f"k must have shape (batch, seqlen_new, num_heads_kv, head_dim), got {tuple(k.shape)}"
         )
+    return k.shape[1]
+
+
+def _first_position(
+    lengths: Tensor, rotary_seqlens: Tensor | None, cache_leftpad: Tensor | None
+) -> Tensor:
+    """Position of the first new key of each sequence; `lengths` itself where it is that."""
+    if rotary_seqlens is not None:
+        refuse_lengths("rotary_seqlens", rotary_seqlens, lengths.shape[0], lengths.device)
+        return rotary_seqlens
+    return lengths if cache_leftpad is None else lengths - cache_leftpad
+
+
+def _rotated(
+    name: str, x: Tensor, cos_sin: tuple[Tensor, Tensor, bool], positions: Tensor
+) -> Tensor:
+    cos, sin, interleaved = cos_sin
+    for table, values in (("rotary_cos", cos), ("rotary_sin", sin)):
+        refuse_others(**{table: values})
+        if values.dtype != x.dtype:
+            raise TypeError(f"{table} must have the dtype of {name}, {x.dtype}, got {values.dtype}")
+        if values.device != x.device:
+            raise ValueError(
+                f"{table} must be on the device of {name} ({x.device}), got {values.device}"
+            )
+    return apply_rotary(x, cos, sin, positions=positions, interleaved=interleaved)
 
 
 def _positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None, steps: bool) -> Tensor:

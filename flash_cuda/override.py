@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flash_cuda import _C
+from flash_cuda.options import shown
 
 
 @contextmanager
@@ -21,10 +22,13 @@ def use_kernel(name: str) -> Iterator[None]:
             emulator runs, for CPU tensors; ``""``, what dispatch chooses.
 
     Raises:
+        TypeError: the name is no string.
         ValueError: the name is none of these.
         NotImplementedError: raised by a call inside the block that the named kernels do not fit:
             tensors on another device, or kernels that were not built.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string such as 'sm90' or 'cpu', got {shown(name)}")
     before = _C.set_override(name)
     try:
         yield

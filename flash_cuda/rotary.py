@@ -34,7 +34,7 @@ def apply_rotary(
     """
     half = _check_tables(x, cos, sin)
     at = positions.long().clamp(0, cos.shape[0] - 1)
-    compute = torch.promote_types(x.dtype, torch.float32)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     c, s = (table[at].to(compute).unsqueeze(-2) for table in (cos, sin))
     turned, rest = x[..., : 2 * half].to(compute), x[..., 2 * half :]
     if interleaved:

@@ -181,3 +181,14 @@ def test_torch_calls_flash_cuda(activated: None) -> None:
     own = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(out, own)
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), [q, k, v]))
+
+
+@pytest.mark.parametrize("ranks", [(3, 4, 4), (4, 3, 3), (3, 3, 5), (2, 2, 2)])
+def test_the_batch_may_come_from_any_of_the_three(ranks: tuple[int, int, int]) -> None:
+    sizes = ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 8))
+    q, k, v = (
+        torch.randn(s[5 - n :], dtype=torch.float64) for s, n in zip(sizes, ranks, strict=True)
+    )
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    out = sdpa.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out, want)

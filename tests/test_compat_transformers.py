@@ -158,3 +158,14 @@ def test_a_model_gives_what_it_gives_on_sdpa(padding: str) -> None:
         model = LlamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
         logits.append(model(tokens, attention_mask=mask).logits[mask.bool()])
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_packed_sequences_stay_causal_beside_a_mask() -> None:
+    """A mask of padding, which what is packed has not, does not say what is causal."""
+    q, k, v = (t[:1] for t in heads_first())
+    bounds = torch.tensor([0, 3, S], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    want, _ = adapter.attention(layer(), q, k, v, None, **packed)
+    for mask in (torch.ones(1, S), torch.ones(1, 1, S, S, dtype=torch.bool)):
+        out, _ = adapter.attention(layer(), q, k, v, mask, **packed)
+        assert torch.equal(out, want)

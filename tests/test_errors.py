@@ -96,8 +96,9 @@ DENSE: list[Case] = [
     ("no kv heads", {"k": zeros(2, 7, 0, 8), "v": zeros(2, 7, 0, 16)}, ValueError, "got 4 and 0"),
     ("head_dim", {"k": zeros(2, 7, 2, 16)}, ValueError, "same head_dim, got 8 and 16"),
     ("head_dim 0", {"q": zeros(2, 5, 4, 0), "k": zeros(2, 7, 2, 0)}, ValueError,
-     "head_dim must be at least 1.* got 0"),
-    ("head_dim_v 0", {"v": zeros(2, 7, 2, 0)}, ValueError, "head_dim must be at least 1.* got 0"),
+     "head_dim of q and k must be at least 1.* got 0"),
+    ("head_dim_v 0", {"v": zeros(2, 7, 2, 0)}, ValueError,
+     "head_dim_v of v must be at least 1.* got 0"),
     ("q strides", {"q": transposed(2, 5, 4, 8)}, ValueError,
      r"q must have a last dimension with stride 1, got stride 4; q\.contiguous\(\) has it"),
     ("v strides", {"v": zeros(2, 7, 2, 1).expand(2, 7, 2, 16)}, ValueError,
@@ -528,7 +529,7 @@ def test_what_is_no_tensor_is_named(value: Any) -> None:
 
 
 def test_a_length_beyond_32_bits_is_named() -> None:
-    with pytest.raises(ValueError, match="cache_seqlens must be an integer of 32 bits, got 1099"):
+    with pytest.raises(ValueError, match="cache_seqlens must be 0 to 2147483647, got 1099"):
         flash_cuda.attention_decode(*dense_call().values(), cache_seqlens=2**40)
 
 

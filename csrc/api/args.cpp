@@ -30,6 +30,22 @@ const char* name_of(ScalarType type) {
       return "int16";
     case ScalarType::kBool:
       return "bool";
+    case ScalarType::kUInt16:
+      return "uint16";
+    case ScalarType::kUInt32:
+      return "uint32";
+    case ScalarType::kUInt64:
+      return "uint64";
+    case ScalarType::kComplex32:
+      return "complex32";
+    case ScalarType::kComplex64:
+      return "complex64";
+    case ScalarType::kComplex128:
+      return "complex128";
+    case ScalarType::kFloat8E4M3Fnuz:
+      return "float8_e4m3fnuz";
+    case ScalarType::kFloat8E5M2Fnuz:
+      return "float8_e5m2fnuz";
     case ScalarType::kOther:
       break;
   }

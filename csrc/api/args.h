@@ -19,6 +19,15 @@ enum class ScalarType : int {
   kUInt8,
   kInt16,
   kBool,
+  // No op takes what follows; errors name it.
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kComplex32,
+  kComplex64,
+  kComplex128,
+  kFloat8E4M3Fnuz,
+  kFloat8E5M2Fnuz,
   kOther,
 };
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 
+#include "api/check_tensor.h"
 #include "common/host_device.h"
 
 namespace flash_cuda {
@@ -23,55 +23,9 @@ constexpr int64_t kMaxHeadDim = 1 << 16;
 // Of factors of the logits, and one over it the least softcap: kernels keep them in float32.
 constexpr double kMaxScale = 1e30;
 
-bool is_attention_dtype(ScalarType type) {
-  return type == ScalarType::kFloat16 || type == ScalarType::kBFloat16 ||
-         type == ScalarType::kFloat32 || type == ScalarType::kFloat64 ||
-         type == ScalarType::kFloat8E4M3;
-}
-
 // lse, sink, slopes and descales: float32, and float64 beside float64 inputs.
 ScalarType statistics_dtype(const TensorInfo& q) {
   return q.dtype == ScalarType::kFloat64 ? ScalarType::kFloat64 : ScalarType::kFloat32;
-}
-
-void check_device(const TensorInfo& t, const TensorInfo& q) {
-  const bool same =
-      t.device == q.device && (t.device != DeviceType::kCuda || t.device_index == q.device_index);
-  if (t.given() && !same) {
-    refuse_value(t.name, " must be on the device of ", q.name, " (", device_text(q), "), got ",
-                 device_text(t));
-  }
-}
-
-void check_dtype(const TensorInfo& t, ScalarType wanted) {
-  if (t.dtype != wanted) {
-    refuse_type(t.name, " must be ", name_of(wanted), ", got ", name_of(t.dtype));
-  }
-}
-
-void check_rows_contiguous(const TensorInfo& t) {
-  if (!t.rows_contiguous()) {
-    refuse_value(t.name, " must have a last dimension with stride 1, got stride ", t.stride(-1),
-                 "; ", t.name, ".contiguous() has it");
-  }
-}
-
-// A tensor of the given shape, any strides; `meaning` names the dimensions.
-void check_shape(const TensorInfo& t, std::initializer_list<int64_t> shape, const char* meaning) {
-  bool same = t.ndim == static_cast<int>(shape.size());
-  for (int i = 0; same && i < t.ndim; ++i) same = t.sizes[i] == shape.begin()[i];
-  if (same) return;
-  const TensorInfo wanted{"", nullptr, shape.begin(), nullptr, static_cast<int>(shape.size())};
-  refuse_value(t.name, " must have shape ", meaning, " = ", shape_text(wanted), ", got ",
-               shape_text(t));
-}
-
-// An int32 vector with an entry a sequence.
-void check_lengths_vector(const TensorInfo& t, int64_t batch) {
-  if (!t.given()) return;
-  check_dtype(t, ScalarType::kInt32);
-  check_shape(t, {batch}, "(batch)");
-  check_rows_contiguous(t);
 }
 
 void check_cu_seqlens(const TensorInfo& t) {
@@ -81,17 +35,6 @@ void check_cu_seqlens(const TensorInfo& t) {
     refuse_value(t.name, " must have shape (batch + 1), got ", shape_text(t));
   }
   check_rows_contiguous(t);
-}
-
-void check_qkv_dtype(const TensorInfo& q, const TensorInfo& k, const TensorInfo& v) {
-  if (!is_attention_dtype(q.dtype)) {
-    refuse_type(q.name, " must be float16, bfloat16, float32, float64 or float8_e4m3fn, got ",
-                name_of(q.dtype));
-  }
-  if (k.dtype != q.dtype || v.dtype != q.dtype) {
-    refuse_type(q.name, ", ", k.name, " and ", v.name, " must have the same dtype, got ",
-                name_of(q.dtype), ", ", name_of(k.dtype), " and ", name_of(v.dtype));
-  }
 }
 
 void check_qkv_rank(const FwdArgs& a) {
@@ -128,11 +71,13 @@ void check_heads(const FwdArgs& a, const Sizes& s) {
   if (a.k.size(-1) != s.head_dim) {
     refuse_value("q and k must have the same head_dim, got ", s.head_dim, " and ", a.k.size(-1));
   }
-  for (int64_t head_dim : {s.head_dim, s.head_dim_v}) {
+  const auto check_head_dim = [](const char* name, int64_t head_dim) {
     if (head_dim < 1 || head_dim > kMaxHeadDim) {
-      refuse_value("head_dim must be at least 1 and at most ", kMaxHeadDim, ", got ", head_dim);
+      refuse_value(name, " must be at least 1 and at most ", kMaxHeadDim, ", got ", head_dim);
     }
-  }
+  };
+  check_head_dim("head_dim of q and k", s.head_dim);
+  check_head_dim("head_dim_v of v", s.head_dim_v);
 }
 
 // The length to plan for, of `total` packed rows. A hint of 0 cannot be right where there are rows,
@@ -317,6 +262,11 @@ void check_options(const FwdArgs& a) {
     refuse_value("softcap must be 0 (none) or finite, ", 1.0 / kMaxScale, " to ", kMaxScale,
                  ", got ", a.softcap);
   }
+  if (a.softcap != 0.0 && a.has_softmax_scale &&
+      std::abs(a.softmax_scale) / a.softcap > kMaxScale) {
+    refuse_value("softmax_scale must be at most ", kMaxScale, " times softcap, got ",
+                 a.softmax_scale, " and ", a.softcap);
+  }
   if (!(a.dropout_p >= 0.0 && a.dropout_p < 1.0)) {
     refuse_value("dropout_p must be at least 0 and under 1, got ", a.dropout_p);
   }
@@ -334,16 +284,6 @@ void check_options(const FwdArgs& a) {
   }
   if (a.max_seqlen_q != kNotGiven) check_at_least_0("max_seqlen_q", a.max_seqlen_q, "");
   if (a.max_seqlen_k != kNotGiven) check_at_least_0("max_seqlen_k", a.max_seqlen_k, "");
-}
-
-// Rows of an expanded tensor share memory; writes would overwrite each other.
-void check_written(const TensorInfo& cache) {
-  for (int i = 0; i < cache.ndim; ++i) {
-    if (cache.size(i) > 1 && cache.stride(i) == 0) {
-      refuse_value(cache.name,
-                   " is written to and must not be expanded, got stride 0 in dimension ", i);
-    }
-  }
 }
 
 void check_devices(const FwdArgs& a) {
@@ -418,92 +358,6 @@ Sizes check_bwd(const BwdArgs& b) {
   if ((b.wanted & 16) && !a.sink.given())
     refuse_value("wanted asks for dsink, but sink is not given");
   return s;
-}
-
-void check_combine(const CombineArgs& a) {
-  check_device(a.lse_partial, a.out_partial);
-  if (a.out_partial.dtype != ScalarType::kFloat64) check_dtype(a.out_partial, ScalarType::kFloat32);
-  check_dtype(a.lse_partial, a.out_partial.dtype);
-  const TensorInfo& o = a.out_partial;
-  if (o.ndim != 5) {
-    refuse_value("out_partial must have shape (splits, batch, seqlen, num_heads, head_dim_v), got ",
-                 shape_text(o));
-  }
-  check_shape(a.lse_partial, {o.size(0), o.size(1), o.size(3), o.size(2)},
-              "(splits, batch, num_heads, seqlen)");
-  check_rows_contiguous(o);
-  if (a.has_dtype && (!is_attention_dtype(a.dtype) || a.dtype == ScalarType::kFloat8E4M3)) {
-    refuse_type("dtype must be float16, bfloat16, float32 or float64, got ", name_of(a.dtype));
-  }
-}
-
-void check_kv_append(const KvAppendArgs& a) {
-  const TensorInfo& k = a.k;
-  for (const TensorInfo* t : {&a.k_cache, &a.v_cache, &a.v, &a.cache_seqlens, &a.block_table,
-                              &a.cache_batch_idx, &a.rotary_cos, &a.rotary_sin}) {
-    check_device(*t, k);
-  }
-  check_qkv_dtype(k, a.v, a.k_cache);
-  check_qkv_dtype(k, a.v, a.v_cache);
-  for (const TensorInfo* t : {&a.k, &a.v, &a.k_cache, &a.v_cache}) {
-    const bool cache = t == &a.k_cache || t == &a.v_cache;
-    if (t->ndim != 4) {
-      refuse_value(t->name, " must have shape ",
-                   cache ? "(cache rows or pages, capacity or page_size" : "(batch, seqlen_new",
-                   ", num_heads_kv, head_dim), got ", shape_text(*t));
-    }
-    check_rows_contiguous(*t);
-    if (cache) check_written(*t);
-  }
-  const int64_t batch = k.size(0), heads = k.size(2);
-  check_shape(a.v, {batch, k.size(1), heads, a.v_cache.size(3)},
-              "(batch, seqlen_new, num_heads_kv, head_dim_v)");
-  check_shape(a.k_cache, {a.k_cache.size(0), a.k_cache.size(1), heads, k.size(3)},
-              "(cache rows, capacity, num_heads_kv, head_dim)");
-  check_shape(a.v_cache, {a.k_cache.size(0), a.k_cache.size(1), heads, a.v_cache.size(3)},
-              "(cache rows, capacity, num_heads_kv, head_dim_v)");
-  check_lengths_vector(a.cache_seqlens, batch);
-  check_lengths_vector(a.cache_batch_idx, batch);
-  int64_t capacity = a.k_cache.size(1);
-  if (a.block_table.given()) {
-    if (a.cache_batch_idx.given()) {
-      refuse_value(
-          "block_table and cache_batch_idx exclude each other: choose rows of block_table");
-    }
-    check_dtype(a.block_table, ScalarType::kInt32);
-    if (a.block_table.ndim != 2 || a.block_table.size(0) != batch) {
-      refuse_value("block_table must have shape (batch, pages a sequence) = (", batch,
-                   ", ...), got ", shape_text(a.block_table));
-    }
-    check_rows_contiguous(a.block_table);
-    capacity *= a.block_table.size(1);
-  } else if (!a.cache_batch_idx.given() && a.k_cache.size(0) != batch) {
-    refuse_value("k_cache must have the batch of k (", batch,
-                 ") or come with cache_batch_idx or block_table; got shape ",
-                 shape_text(a.k_cache));
-  }
-  if (k.size(1) > capacity) {
-    refuse_value("k has ", k.size(1), " new rows a sequence, more than the capacity of the cache, ",
-                 capacity);
-  }
-  if (a.rotary_cos.given() != a.rotary_sin.given()) {
-    refuse_value("rotary_cos and rotary_sin must be given together");
-  }
-  if (!a.rotary_cos.given()) return;
-  for (const TensorInfo* t : {&a.rotary_cos, &a.rotary_sin}) {
-    check_dtype(*t, k.dtype);
-    if (t->ndim != 2 || 2 * t->size(1) > k.size(3)) {
-      refuse_value(t->name,
-                   " must have shape (positions, rotary_dim / 2) with rotary_dim at most "
-                   "head_dim = ",
-                   k.size(3), ", got ", shape_text(*t));
-    }
-    check_shape(*t, {a.rotary_cos.size(0), a.rotary_cos.size(1)}, "that of rotary_cos");
-    if (t->size(0) > 1 && t->stride(0) != t->size(1)) {
-      refuse_value(t->name, " must be contiguous, got row stride ", t->stride(0));
-    }
-    check_rows_contiguous(*t);
-  }
 }
 
 }  // namespace flash_cuda

@@ -21,7 +21,7 @@ from flash_cuda.flash_attn import (
     last_contiguous,
 )
 from flash_cuda.kvcache import flash_attn_with_kvcache
-from flash_cuda.options import fwd_options
+from flash_cuda.options import fwd_options, refuse_others, window_ends, write_to
 
 __all__ = [
     "flash_attn_func",
@@ -50,6 +50,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool = False,
 ) -> Forward:
+    refuse_others(q=q, k=k, v=v)
     options = fwd_options(
         q,
         causal=causal,
@@ -89,6 +90,7 @@ def _flash_attn_varlen_forward(
 ) -> Forward:
     if block_table is not None and seqused_k is None:
         seqused_k = cu_seqlens_k.diff()
+    refuse_others(q=q, k=k, v=v)
     options = fwd_options(
         q,
         causal=causal,
@@ -188,10 +190,11 @@ def _bwd_options(
     rng_state: Tensor | None,
     deterministic: bool,
 ) -> _ops.Options:
+    left, right = window_ends(causal, (window_left, window_right))
     return {
         "softmax_scale": softmax_scale,
-        "window_left": window_left,
-        "window_right": 0 if causal else window_right,
+        "window_left": left,
+        "window_right": right,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "dropout_p": dropout_p,
@@ -211,11 +214,12 @@ def _backward(
     options: _ops.Options,
 ) -> Tensor:
     """Fills `into` with the gradients and returns sum(dout * out), shaped like lse."""
+    refuse_others(dout=dout, q=q, k=k, v=v)
     q, k, v, dout = (last_contiguous(t) for t in (q, k, v, dout))
     with torch.no_grad():
-        grads = _ops.BWD(dout, None, q, k, v, out, lse, **options)
-        for target, grad in zip(into, grads[:3], strict=True):
+        grads = _ops.backward(dout, None, q, k, v, out, lse, **options)
+        for name, target, grad in zip(("dq", "dk", "dv"), into, grads[:3], strict=True):
             if target is not None:
-                target.copy_(grad)
+                write_to(name, target, grad)
         delta: Tensor = (dout.float() * out.float()).sum(-1).transpose(-1, -2)
     return delta

@@ -6,13 +6,14 @@ flash_cuda plans on the device. New keys must be dense (``cu_seqlens_k_new`` is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_cuda import _ops, flash_attn, kvcache
-from flash_cuda.options import Window
+from flash_cuda.options import Window, as_integer, refuse_others, shown, write_to
 
 
 def flash_attn_func(
@@ -76,6 +77,7 @@ def flash_attn_qkvpacked_func(
 
     With `num_heads_q` the tensor is ``(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim)``.
     """
+    refuse_others(qkv=qkv)
     if num_heads_q is None:
         if qkv.dim() != 5 or qkv.shape[-3] != 3:
             raise ValueError(
@@ -83,8 +85,10 @@ def flash_attn_qkvpacked_func(
             )
         q, k, v = qkv.unbind(-3)
     else:
-        num_heads_kv = (qkv.shape[-2] - num_heads_q) // 2
-        if qkv.dim() != 4 or num_heads_kv * 2 + num_heads_q != qkv.shape[-2]:
+        num_heads_q = as_integer("num_heads_q", num_heads_q)
+        heads = qkv.shape[-2] if qkv.dim() == 4 else 0
+        num_heads_kv = (heads - num_heads_q) // 2
+        if not 0 < num_heads_q < heads or num_heads_kv * 2 + num_heads_q != heads:
             raise ValueError(
                 "qkv must be (batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with "
                 f"num_heads_q {num_heads_q}, got {tuple(qkv.shape)}"
@@ -235,16 +239,35 @@ def flash_attn_combine(
     Args:
         out_partial: ``(splits, batch, seqlen, heads, head_dim_v)`` float32.
         lse_partial: ``(splits, batch, seqlen, heads)`` float32.
-        out: written to and returned, if given.
+        out: of the result's shape, written to and returned, if given.
         out_dtype: dtype of the result; default that of `out`, else float32.
 
     Returns:
         ``(batch, seqlen, heads, head_dim_v)`` and ``(batch, seqlen, heads)``.
     """
-    if out_dtype is None and out is not None:
-        out_dtype = out.dtype
-    merged, lse = _ops.COMBINE(out_partial, lse_partial.transpose(-1, -2), out_dtype)
-    return (merged if out is None else out.copy_(merged)), lse.transpose(-1, -2)
+    refuse_others(out_partial=out_partial, lse_partial=lse_partial)
+    if lse_partial.dim() != 4:
+        raise ValueError(
+            f"lse_partial must be (splits, batch, seqlen, heads), got {tuple(lse_partial.shape)}"
+        )
+    return combine(out_partial, lse_partial.mT, out, out_dtype, lambda x: x)
+
+
+def combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    unpack: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Merges partial results of the op's shapes; `unpack` takes its results to the caller's."""
+    if out is not None:
+        refuse_others(out=out)
+        out_dtype = out.dtype if out_dtype is None else out_dtype
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be one of torch's dtypes, got {shown(out_dtype)}")
+    merged, lse = map(unpack, _ops.combine(out_partial, lse_partial, out_dtype))
+    return (merged if out is None else write_to("out", out, merged)), lse.mT
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:

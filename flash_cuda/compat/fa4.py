@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cuda import _ops, flash_attn
+from flash_cuda import flash_attn
 from flash_cuda.compat import fa3
-from flash_cuda.options import Window
+from flash_cuda.options import Window, as_bool, refuse_others, window_ends
 
 OutMaybeLse = tuple[Tensor, Tensor | None]
 
@@ -137,7 +137,7 @@ def flash_attn_varlen_func(
         sink=learnable_sink,
         softcap=softcap,
         num_splits=num_splits,
-        split_size=seqlen_k_per_split or 0,
+        split_size=seqlen_k_per_split,
         pack_gqa=pack_gqa,
     )
     return _pair((out, lse, None), return_lse)
@@ -159,14 +159,17 @@ def flash_attn_combine(
     Every row is merged, so `cu_seqlens` and `seqused` need not be looked at.
     """
     _refuse(virtual_batch_idx=virtual_batch_idx)
+    refuse_others(out_partial=out_partial, lse_partial=lse_partial)
     if out_partial.dim() != 4:
         merged, lse = fa3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
-        return merged, lse if return_lse else None
-    if out_dtype is None and out is not None:
-        out_dtype = out.dtype
-    merged, lse = _ops.COMBINE(out_partial[:, None], lse_partial.mT[:, None], out_dtype)
-    merged = merged[0] if out is None else out.copy_(merged[0])
-    return merged, lse[0].mT if return_lse else None
+    elif lse_partial.dim() != 3:
+        raise ValueError(
+            f"lse_partial must be (splits, total, heads), got {tuple(lse_partial.shape)}"
+        )
+    else:
+        one_batch = out_partial[:, None], lse_partial.mT[:, None]
+        merged, lse = fa3.combine(*one_batch, out, out_dtype, lambda x: x[0])
+    return merged, lse if as_bool("return_lse", return_lse) else None
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
@@ -175,6 +178,7 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
 
 
 def _window(window: Window) -> Window:
+    window_ends(False, window)  # a pair of integers or None
     if any(end is not None and end < 0 for end in window):
         raise NotImplementedError(
             f"window_size ends must be None or at least 0, got {window}: a negative end, which "
@@ -195,4 +199,4 @@ def _refuse(**arguments: Any) -> None:
 def _pair(result: Tensor | flash_attn.WithProbs, return_lse: bool) -> OutMaybeLse:
     assert isinstance(result, tuple)
     out, lse, _ = result
-    return out, lse if return_lse or lse.requires_grad else None
+    return out, lse if as_bool("return_lse", return_lse) or lse.requires_grad else None

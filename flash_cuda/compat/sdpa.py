@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
-from flash_cuda.options import fwd_options
+from flash_cuda.options import as_bool, fwd_options, refuse_others
 
 IMPLEMENTATION = "flash_cuda"
 
@@ -52,19 +52,30 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flash_cuda.attention`.
     """
+    refuse_others(query=query, key=key, value=value)
+    is_causal, enable_gqa = as_bool("is_causal", is_causal), as_bool("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal=True must not both be given")
-    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
-        raise ValueError("query, key and value must have at least 2 dimensions")
-    ndim = query.dim()
+    ndim = max(query.dim(), key.dim(), value.dim())
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise ValueError(
+            "query, key and value must have at least 2 dimensions, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
     q, k, v = (t[(None,) * (4 - t.dim())] if t.dim() < 4 else t for t in (query, key, value))
     if not enable_gqa and k.shape[-3] not in (1, q.shape[-3]):
         raise ValueError(
             f"query has {q.shape[-3]} heads and key {k.shape[-3]}: enable_gqa=True allows that"
         )
-    batch: torch.Size = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        q.shape[:-3], k.shape[:-3], v.shape[:-3]
-    )
+    try:
+        batch: torch.Size = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            q.shape[:-3], k.shape[:-3], v.shape[:-3]
+        )
+    except RuntimeError:
+        raise ValueError(
+            "the dimensions of query, key and value before the heads must broadcast, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        ) from None
     bias = None if attn_mask is None else _bias(attn_mask, q, k, batch)
     q, k, v = (t.expand(*batch, *t.shape[-3:]).flatten(0, -4).transpose(1, 2) for t in (q, k, v))
     options = fwd_options(
@@ -84,14 +95,21 @@ def scaled_dot_product_attention(
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> Tensor:
     """Returns the mask as (batch or 1, heads or 1, seqlen_q or 1, seqlen_kv) to add."""
+    refuse_others(attn_mask=mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        kind = str(mask.dtype).removeprefix("torch.")
+        raise TypeError(f"attn_mask must be bool or of a floating-point type, got {kind}")
+    shape = (*batch, q.shape[-3], q.shape[-2], k.shape[-2])
+    sizes = (1,) * (len(shape) - mask.dim()) + mask.shape
+    if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        raise ValueError(f"attn_mask must broadcast to {shape}, got {tuple(mask.shape)}")
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     else:
         bias = mask if mask.dtype == torch.float32 else mask.to(q.dtype)
-    if bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
-    if any(n != 1 for n in bias.shape[:-3]):
-        bias = bias.expand(*batch, *bias.shape[-3:])
+    bias = bias.view(sizes)
+    if any(n != 1 for n in sizes[:-3]):
+        bias = bias.expand(*batch, *sizes[-3:])
     return bias.flatten(0, -4).expand(-1, -1, -1, k.shape[-2])
 
 

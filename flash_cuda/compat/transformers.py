@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_cuda import _ops
-from flash_cuda.options import fwd_options
+from flash_cuda.options import as_bool, as_integer, fwd_options, refuse_others, shown
 
 # Transformers takes any name with "flash" in it for the flash_attn package, and looks for that.
 IMPLEMENTATION = "fcuda"
@@ -32,6 +32,8 @@ def register(name: str = IMPLEMENTATION) -> None:
         ValueError: the name contains ``flash``, which transformers keeps for flash_attn.
         ImportError: transformers is missing, or too old to register implementations with.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {shown(name)}")
     if "flash" in name:
         raise ValueError(
             f"name must not contain 'flash', got {name!r}: transformers would look "
@@ -94,34 +96,50 @@ def attention(
     Returns:
         ``(batch, seqlen_q, num_heads_q, head_dim_v)``, and None for the weights.
     """
+    refuse_others(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, num_heads, seqlen, head_dim), "
+                f"got {tuple(tensor.shape)}"
+            )
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window: tuple[int | None, int | None] = (None, None)
-    bias = None
-    if attention_mask is not None and attention_mask.dim() == 4:
-        bias, causal = _additive(attention_mask[..., : k.shape[1]], q.dtype), False
-    else:
-        if attention_mask is not None:
-            bias = _additive(attention_mask[:, None, None, -k.shape[1] :] != 0, q.dtype)
-        if sliding_window is not None:
-            window = (sliding_window - 1, None if causal else sliding_window - 1)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = as_bool("is_causal", is_causal)
     packed: dict[str, Any] = {}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        bias = None  # what is packed has no padding
+        attention_mask = None  # what is packed has no padding
         packed = {
             "cu_seqlens_q": cu_seq_lens_q,
             "cu_seqlens_k": cu_seq_lens_k,
             "max_seqlen_q": max_length_q,
             "max_seqlen_k": max_length_k,
         }
+    window: tuple[int | None, int | None] = (None, None)
+    bias = None
+    if attention_mask is not None:
+        refuse_others(attention_mask=attention_mask)
+        if attention_mask.dim() == 4:
+            bias, causal = _additive(attention_mask[..., : k.shape[1]], q.dtype), False
+        elif attention_mask.dim() == 2:
+            bias = _additive(attention_mask[:, None, None, -k.shape[1] :] != 0, q.dtype)
+        else:
+            raise ValueError(
+                "attention_mask must be (batch, seqlen_kv) or have four dimensions, "
+                f"got {tuple(attention_mask.shape)}"
+            )
+    if sliding_window is not None and (attention_mask is None or attention_mask.dim() == 2):
+        sliding_window = as_integer("sliding_window", sliding_window)
+        window = (sliding_window - 1, None if causal else sliding_window - 1)
     options = fwd_options(
         q,
         causal=causal,
         window=window,
         softmax_scale=scaling,
-        softcap=softcap or 0.0,
-        dropout_p=dropout if module.training else 0.0,
+        softcap=softcap,
+        dropout_p=dropout if getattr(module, "training", False) else 0.0,
         sink=s_aux,
         bias=bias,
         **packed,
