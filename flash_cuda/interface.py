@@ -424,8 +424,8 @@ def attention_decode(
         k_cache: ``(cache_rows, capacity, num_heads_kv, head_dim)``, or with `block_table`
             ``(num_pages, page_size, num_heads_kv, head_dim)``.
         v_cache: like `k_cache`, with head_dim_v.
-        cache_seqlens: ``(batch,)`` int32, keys in the cache, or one number for all; ``None`` is
-            the whole capacity. What lies behind may be anything, also NaN.
+        cache_seqlens: ``(batch,)`` int32, keys in the cache, or one number for all, at most the
+            capacity; ``None`` is the whole capacity. What lies behind may be anything, also NaN.
         block_table: ``(batch, max_pages)`` int32, the pages of each sequence in order.
         cache_batch_idx: ``(batch,)`` int32, the cache row of each sequence; default its own.
         leftpad_k: ``(batch,)`` int32, the first key that counts.
