@@ -125,7 +125,10 @@ def compare(
         if soaked and not all("soak" in e for e in pair):
             continue
         times = [e["soak"]["ms"] if soaked else e["ms"] for e in pair]
-        noise = max(limit, SIGMAS * math.hypot(*(median_error(e) for e in pair)))
+        noise = SIGMAS * math.hypot(*(median_error(e) for e in pair))
+        if soaked:  # of few turns: their whole distance
+            noise = math.hypot(*(e["soak"].get("spread", 0.0) for e in pair))
+        noise = max(limit, noise)
         loss = times[1] / times[0] / factors[is_decode(before, key)] - 1
         changes.append(Change(key, times[0], times[1], loss, noise))
     return changes, broken

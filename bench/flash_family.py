@@ -106,6 +106,17 @@ class FlashCuda(FlashAttn2):
         self.kernel = kernel
         self.name = f"flash_cuda:{kernel}" if kernel else "flash_cuda"
 
+    def missing(self, device: torch.device) -> str | None:
+        """Also where this build has no kernels of the path, or they are for another device."""
+        wanted = "cpu" if self.kernel == "cpu" else "cuda"
+        if self.kernel and device.type != wanted:
+            return f"needs {wanted}, this is {device.type}"
+        absent = super().missing(device)
+        folders = [] if absent else self.module._C.build_info()["folders"]
+        if absent or self.kernel in (None, "cpu", *folders):
+            return absent
+        return f"this build has {', '.join(folders) or 'no kernels'}"
+
     def load(self) -> None:
         """Imports flash_cuda: this folder's if it is built here, else the installed one."""
         if any((ROOT / "flash_cuda").glob("_C*.so")):

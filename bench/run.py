@@ -58,8 +58,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--html", type=Path, metavar="FILE", help="write a page with tables and charts here")
     add("--save", action="store_true", help="write bench/results/<card>/<date>.json")
     add(
-        "--soak", type=float, default=0.0, metavar="SECONDS", help="also back to back, each so long"
+        "--soak", type=float, default=0.0, metavar="SECONDS", help="also back to back, so long each"
     )
+    add("--soak-turns", type=int, default=3, help="that the time is cut into (default: 3)")
     add("--soak-filter", default="", metavar="REGEX", help="soak only cases whose key matches")
     add("--rounds", type=int, help="samples of each (default 15, on a CPU 7)")
     add(
@@ -82,7 +83,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--list", action="store_true", help="show suites and backends, run nothing")
     args = parser.parse_args(argv)
-    for name, least in (("rounds", 1), ("budget_seconds", 0), ("soak", 0), ("stall", 1)):
+    for name, least in (
+        ("rounds", 1),
+        ("budget_seconds", 0),
+        ("soak", 0),
+        ("soak_turns", 1),
+        ("stall", 1),
+    ):
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
@@ -266,6 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.budget_seconds is None
         else args.budget_seconds,
         soak_seconds=args.soak,
+        soak_turns=args.soak_turns,
         soak_filter=args.soak_filter,
         timer=args.timer,
         seed=args.seed,

@@ -6,17 +6,18 @@ import contextlib
 import gc
 import math
 import re
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from . import cost, derived, machine, reference
 from .backend import Backend, first_line
+from .calls import cpu_threads, l2_bytes, make_call, peak_bytes, run_once
 from .cases import Case, Suite
 from .inputs import Inputs, make_inputs, sets_needed
 from .timing import (
@@ -48,7 +49,8 @@ class Settings:
     warmup: int = 3
     fewest_rounds: int = 5  # however little time is left
     budget_seconds: float = 0.0  # 0: no limit
-    soak_seconds: float = 0.0
+    soak_seconds: float = 0.0  # of each backend, in all turns together
+    soak_turns: int = 3
     soak_filter: str = ""  # only cases whose key matches are soaked
     timer: str | None = None  # overrides the cases'
     seed: int = 0
@@ -78,6 +80,29 @@ class Budget:
         return max(0.0, self.left / max(1, self.cases_left))
 
 
+class Right(NamedTuple):
+    """A backend whose results are right, and how far they are off."""
+
+    case: Case
+    backend: Backend
+    error: float
+
+
+class Measured(NamedTuple):
+    """What is timed, and the result that its numbers go into."""
+
+    case: Case
+    entry: dict[str, Any]
+    timed: Timed
+
+
+class Soaked(NamedTuple):
+    """One turn at the power limit."""
+
+    ms: float
+    telemetry: dict[str, float] | None
+
+
 @dataclass
 class Runner:
     """Measures cases on one device; `results` grows as it goes."""
@@ -92,17 +117,21 @@ class Runner:
     # Names by suite, where not every backend runs all suites.
     of_suite: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def run_case(self, case: Case, budget: Budget) -> None:
-        """All passes and backends of one case."""
-        with cpu_threads(case), self._stream():
+    def run_together(self, cases: list[Case], budget: Budget) -> None:
+        """All passes and backends of cases that differ in `deterministic` alone.
+
+        They share inputs and reference, and are timed in the same rounds: what one costs more than
+        the other must not be the clock's doing.
+        """
+        first = cases[0]
+        with cpu_threads(first), self._stream():
             device, seed = self.settings.device, self.settings.seed
             l2 = l2_bytes(device)
-            sets = [make_inputs(case, device, seed + i) for i in range(sets_needed(case, l2))]
-            right = self._check(case, sets[0])
-            share = budget.share()
-            for name in case.passes:
-                entries = self._time(case, name, right, sets, share / len(case.passes))
-                self.results.extend(entries)
+            sets = [make_inputs(first, device, seed + i) for i in range(sets_needed(first, l2))]
+            right = self._check(cases, sets[0])
+            share = budget.share() * len(cases)
+            for name in first.passes:
+                self.results.extend(self._time(name, right, sets, share / len(first.passes)))
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
@@ -120,24 +149,25 @@ class Runner:
 
     # ---- checking ---------------------------------------------------------------------------
 
-    def _check(self, case: Case, x: Inputs) -> list[tuple[Backend, float]]:
-        """The backends whose results are right, with their errors; the others become results."""
+    def _check(self, cases: list[Case], x: Inputs) -> list[Right]:
+        """The backends whose results are right, by case; the others become results."""
         willing = []
-        wanted = self.of_suite.get(case.suite)
+        wanted = self.of_suite.get(cases[0].suite)
         for backend in self.backends:
             if wanted and backend.name not in wanted:
                 continue
-            reason = backend.refuses(case)
-            if reason:
-                self._refuse(case, backend, "refused", reason)
-            else:
-                willing.append(backend)
+            for case in cases:
+                reason = backend.refuses(case)
+                if reason:
+                    self._refuse(case, backend, "refused", reason)
+                else:
+                    willing.append((case, backend))
         if not willing:
             return []
-        expected = reference.compute(case, x, case.needs_backward)
+        expected = reference.compute(cases[0], x, cases[0].needs_backward)
         self.synchronize("the reference")
         right = []
-        for backend in willing:
+        for case, backend in willing:
             self.progress(f"{case.label}: checking {backend.name}")
             try:
                 error, fault = self._judge(case, backend, x, expected)
@@ -151,7 +181,7 @@ class Runner:
             if fault:
                 self._refuse(case, backend, "wrong", fault, error=error)
             else:
-                right.append((backend, error))
+                right.append(Right(case, backend, error))
         return right
 
     def _judge(
@@ -197,53 +227,44 @@ class Runner:
     # ---- timing -----------------------------------------------------------------------------
 
     def _time(
-        self,
-        case: Case,
-        name: str,
-        right: list[tuple[Backend, float]],
-        sets: list[Inputs],
-        seconds: float,
+        self, name: str, right: list[Right], sets: list[Inputs], seconds: float
     ) -> list[dict[str, Any]]:
-        """Times one pass of all backends that passed the check."""
-        settings = self.settings
+        """Times one pass of all that passed the check."""
         timed: list[Timed] = []
-        entries: dict[str, dict[str, Any]] = {}
+        measured: list[Measured] = []
         failed: list[dict[str, Any]] = []
-        for backend, error in right:
+        for case, backend, error in right:
             self.progress(f"{case.label}: {name} {backend.name}, preparing")
             entry = self._entry(case, name, backend, "ok")
             entry["error"] = error
             try:
                 timed.append(self._prepare(case, name, backend, sets, entry))
-                entries[backend.name] = entry
+                measured.append(Measured(case, entry, timed[-1]))
             except Exception as failure:
                 self._refuse_pass(entry, failure)
                 failed.append(entry)
                 self.synchronize(backend.name)
         if not timed:
             return failed
-        self.progress(f"{case.label}: {name}, timing")
-        begin = time.perf_counter()
+        label = measured[0].case.label
+        self.progress(f"{label}: {name}, timing")
+        settings, begin = self.settings, time.perf_counter()
         try:
             rounds = (settings.rounds, settings.warmup)
             interleave(timed, self.clock, *rounds, seconds, settings.fewest_rounds)
             readings = self.telemetry.between(begin, time.perf_counter())
-            for one in timed:
-                entry = entries[one.name]
+            for case, entry, one in measured:
                 fill_in(entry, case, name, one)
                 entry["telemetry"] = readings
-            if settings.soak_seconds and re.search(settings.soak_filter, case.key):
-                # The chip is coolest for whoever is first: everyone is in turn.
-                first, self.soaks = self.soaks % len(timed), self.soaks + 1
-                for one in timed[first:] + timed[:first]:
-                    self.progress(f"{case.label}: {name} {one.name}, soaking")
-                    entry = entries[one.name]
-                    entry["soak"] = self._soak(case, name, one, entry["ms"])
+            hot = [m for m in measured if re.search(settings.soak_filter, m.case.key)]
+            if settings.soak_seconds and hot:
+                self._soak(name, hot)
         except Exception as failure:  # nobody can say whose call it was
-            for entry in entries.values():
+            for _, entry, _ in measured:
                 self._refuse_pass(entry, failure)
-            self.synchronize(f"timing {case.label}")
-        return list(entries.values()) + failed
+            self.synchronize(f"timing {label}")
+        # By case, then in the order of the backends: the sort is stable.
+        return [m.entry for m in sorted(measured, key=lambda m: m.case.deterministic)] + failed
 
     def _prepare(
         self, case: Case, name: str, backend: Backend, sets: list[Inputs], entry: dict[str, Any]
@@ -279,13 +300,22 @@ class Runner:
 
         return Timed(backend.name, [scoped(call) for call in bare], host_ms)
 
-    def _soak(self, case: Case, name: str, one: Timed, ms: float) -> dict[str, Any]:
-        """The heat-soaked rate."""
-        took, begin, end = soak(one, self.clock, self.settings.soak_seconds, ms)
-        found: dict[str, Any] = {"ms": took, "tflops": cost.tflops(case, name, took)}
-        found["tbps"] = cost.tbps(case, name, took)
-        found["telemetry"] = self.telemetry.between(begin, end)
-        return found
+    def _soak(self, name: str, measured: list[Measured]) -> None:
+        """The heat-soaked rates: several turns of each, and another order in every turn."""
+        turns = self.settings.soak_turns
+        seconds = self.settings.soak_seconds / turns
+        found: list[list[Soaked]] = [[] for _ in measured]
+        for _ in range(turns):
+            # The chip is coolest for whoever is first: everyone is in turn.
+            first, self.soaks = self.soaks % len(measured), self.soaks + 1
+            for place in range(len(measured)):
+                i = (first + place) % len(measured)
+                case, entry, one = measured[i]
+                self.progress(f"{case.label}: {name} {one.name}, soaking")
+                ms, begin, end = soak(one, self.clock, seconds, entry["ms"])
+                found[i].append(Soaked(ms, self.telemetry.between(begin, end)))
+        for (case, entry, _), parts in zip(measured, found, strict=True):
+            entry["soak"] = soaked_entry(case, name, parts)
 
     @staticmethod
     def _refuse_pass(entry: dict[str, Any], failure: Exception) -> None:
@@ -315,65 +345,31 @@ def fill_in(entry: dict[str, Any], case: Case, name: str, one: Timed) -> None:
     entry["tbps"] = cost.tbps(case, name, found.ms)
 
 
-@contextlib.contextmanager
-def cpu_threads(case: Case) -> Iterator[None]:
-    """Torch's thread count for the while of a case."""
-    before = torch.get_num_threads()
-    if case.threads:
-        torch.set_num_threads(case.threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def soaked_entry(case: Case, name: str, parts: list[Soaked]) -> dict[str, Any]:
+    """Median of the turns, their distance, and the means of what was read along."""
+    times = [part.ms for part in parts]
+    ms = statistics.median(times)
+    readings = [part.telemetry for part in parts if part.telemetry]
+    means = {
+        key: round(statistics.fmean(reading[key] for reading in readings), 1)
+        for key in (readings[0] if readings else ())
+    }
+    return {
+        "ms": ms,
+        "spread": (max(times) - min(times)) / ms,
+        "turns_ms": [round(t, 6) for t in times],
+        "tflops": cost.tflops(case, name, ms),
+        "tbps": cost.tbps(case, name, ms),
+        "telemetry": means or None,
+    }
 
 
-def l2_bytes(device: torch.device) -> int:
-    """Size of the GPU's L2 cache."""
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "L2_cache_size", 0) or 64 << 20)
-
-
-def run_once(case: Case, backend: Backend, x: Inputs) -> list[Tensor]:
-    """Output, and gradients where the case has any."""
-    forward = backend.setup(case, x)
-    with torch.set_grad_enabled(case.grad):
-        out = forward()
-    if not case.needs_backward:
-        return [out.detach()]
-    return [out.detach(), *torch.autograd.grad(out, x.leaves, x.dout)]
-
-
-def make_call(case: Case, name: str, backend: Backend, x: Inputs) -> Call:
-    """One pass on one set of inputs, as a function without arguments."""
-    forward = backend.setup(case, x)
-    if name == "fwd":
-
-        def run_forward() -> Tensor:
-            with torch.set_grad_enabled(case.grad):
-                return forward()
-
-        return run_forward
-    if name == "fwd+bwd":
-        return lambda: torch.autograd.grad(forward(), x.leaves, x.dout)
-    out = forward()
-    return lambda: torch.autograd.grad(out, x.leaves, x.dout, retain_graph=True)
-
-
-def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """Most memory that one call holds beyond what was held before; unknown on a CPU."""
-    if device.type != "cuda":
-        call()
-        return None
-    call()  # what is kept from the first call on is no part of a call
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = call()
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.max_memory_allocated(device) - before
+def together(cases: list[Case]) -> list[list[Case]]:
+    """Groups of cases that differ in `deterministic` alone, in the order of their first ones."""
+    groups: dict[Case, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(replace(case, deterministic=False), []).append(case)
+    return list(groups.values())
 
 
 @dataclass
@@ -431,6 +427,7 @@ def run_suites(
         on_report: told the report so far after every case.
     """
     cases = [case for suite in suites for case in suite.cases]
+    groups = together(cases)
     clock: Clock = CudaClock() if settings.device.type == "cuda" else CpuClock()
     telemetry = machine.Telemetry(settings.device)
     outcome = Outcome(machine.describe(settings.device))
@@ -443,28 +440,31 @@ def run_suites(
 
     try:
         ceiling("start")
-        for number, case in enumerate(cases):
+        number = 0
+        for group in groups:
+            keys = [case.key for case in group]
             budget.cases_left = len(cases) - number
             if budget.left <= 0 or outcome.interrupted:
-                outcome.skipped.append(case.key)
+                outcome.skipped += keys
                 continue
             runner.progress = lambda text, n=number: on_case(n, len(cases), text)
             try:
-                runner.progress(case.label)
-                if number == len(cases) // 2 and number:
+                runner.progress(group[0].label)
+                if number <= len(cases) // 2 < number + len(group) and number:
                     ceiling("middle")
-                runner.run_case(case, budget)
+                runner.run_together(group, budget)
                 on_report(outcome.report(runner, suites, absent))
             except DeviceLost:
                 raise
             except KeyboardInterrupt:  # what was measured so far is worth keeping
                 outcome.interrupted = True
-                if not any(entry["key"] == case.key for entry in runner.results):
-                    outcome.skipped.append(case.key)
+                measured = {entry["key"] for entry in runner.results}
+                outcome.skipped += [key for key in keys if key not in measured]
             except Exception as error:  # a fault of ours must not cost the cases before and after
                 traceback.print_exc()
-                outcome.broken.append(f"{case.key}: {first_line(error)}")
-                runner.synchronize(case.label)
+                outcome.broken += [f"{key}: {first_line(error)}" for key in keys]
+                runner.synchronize(keys[0])
+            number += len(group)
         ceiling("end")
     except DeviceLost as error:
         outcome.device_lost = str(error)

@@ -95,9 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     """One worker."""
     from .backend import first_line
     from .backends import all_backends
+    from .calls import run_once
     from .inputs import make_inputs
     from .run import add_sites, select_cases
-    from .runner import run_once
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", required=True)
