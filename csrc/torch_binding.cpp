@@ -4,7 +4,7 @@
 // serves it and how it is launched is api/. Each op is registered for CUDA tensors over the
 // compiled kernels and, as `_NAME_emulated`, for CPU tensors over a library that
 // `_C.load_emulated` has loaded. CPU tensors of the public ops go to flash_cuda/reference, and
-// fakes, autograd, autocast and vmap are added in flash_cuda/_ops.py.
+// fakes, autograd, autocast and vmap are added from flash_cuda/_ops.py.
 //
 // Errors: a refusal leaves an op as std::invalid_argument, which torch turns into a ValueError with
 // the bare text. Which error it would rather be, ValueError, TypeError or NotImplementedError, the
@@ -56,7 +56,7 @@ constexpr const char* kFwdSchema =
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None) -> (Tensor out, Tensor lse)";
 
 // `fwd` for a call that leaves the rest at its defaults: torch takes 0.1 us for every argument of a
-// schema, given or not. Not public; _ops.py calls it where nobody can tell the difference.
+// schema, given or not. Not public; _autograd.py calls it where nobody can tell the difference.
 constexpr const char* kFwdDenseSchema =
     "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, int window_left=-1, "
     "int window_right=-1) -> (Tensor out, Tensor lse)";

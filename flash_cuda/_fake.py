@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_cuda import _ops
+from flash_cuda import _handles
 
 _OPS = "flash_cuda::"
 
@@ -41,7 +41,7 @@ def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tup
 
 
 def _fake_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    call = {**dict(zip(_ops.BWD_NAMES, args)), **kwargs}  # noqa: B905
+    call = {**dict(zip(_handles.BWD_NAMES, args)), **kwargs}  # noqa: B905
     q, wanted = call["q"], call.get("wanted", 7)
     _refuse_other_devices({name: call[name] for name in ("k", "v", "dout", "out", "lse")}, q)
     dtype = _accumulate_dtype(q)
@@ -103,14 +103,14 @@ def _pairs(call: dict[str, Any]) -> int:
 
 
 def _flops_fwd(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = {**dict(zip(_ops.FWD_NAMES, args)), **kwargs}  # noqa: B905
+    call = {**dict(zip(_handles.FWD_NAMES, args)), **kwargs}  # noqa: B905
     head_dim, head_dim_v = call["q"].shape[-1], call["v"].shape[-1]
     columns = head_dim + head_dim_v + (0 if call.get("qv") is None else head_dim_v)
     return 2 * _pairs(call) * int(columns)
 
 
 def _flops_bwd(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = {**dict(zip(_ops.BWD_NAMES, args)), **kwargs}  # noqa: B905
+    call = {**dict(zip(_handles.BWD_NAMES, args)), **kwargs}  # noqa: B905
     # S again, dQ and dK over head_dim; dP and dV over head_dim_v.
     columns = 3 * call["q"].shape[-1] + 2 * call["v"].shape[-1]
     return 2 * _pairs(call) * int(columns)

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from flash_cuda import _ops
+from flash_cuda import _handles, _ops
 from flash_cuda.options import refuse_types
 
 
 def _call(op: OpOverload | OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) == 3 and _ops.is_plain_call(*args, kwargs):
         try:
-            return _ops.FWD_DENSE(*args, **kwargs)
+            return _handles.FWD_DENSE(*args, **kwargs)
         except RuntimeError:  # also what torch says of arguments that the schema does not take
-            refuse_types(_ops.FWD, dict(zip("qkv", args, strict=True)) | kwargs)
+            refuse_types(_handles.FWD, dict(zip("qkv", args, strict=True)) | kwargs)
             raise
     return op._op(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cuda import _ops
+from flash_cuda import _handles
 
 # Tensors of a dense call whose first dimension is the batch.
 _PER_SEQUENCE = frozenset((
@@ -103,7 +103,7 @@ def _combine_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Result:
         else:
             stacked = tensor.movedim(dim, 1)
         call[name] = stacked.flatten(1, 2)
-    results = _ops.COMBINE(**call)
+    results = _handles.COMBINE(**call)
     return tuple(r.view(count, -1, *r.shape[1:]) for r in results), (0, 0)
 
 
@@ -114,7 +114,7 @@ def _kv_append_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Result:
             "write to the same cache"
         )
     for i in range(info.batch_size):
-        _ops.KV_APPEND(*(
+        _handles.KV_APPEND(*(
             arg if dim is None else arg.select(dim, i)
             for arg, dim in zip(args, in_dims, strict=True)
         ))  # fmt: skip
@@ -123,8 +123,8 @@ def _kv_append_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Result:
 
 def _register() -> None:
     for name, rule in (
-        ("fwd", _batched(_ops.FWD, _ops.FWD_NAMES)),
-        ("bwd", _batched(_ops.BWD, _ops.BWD_NAMES)),
+        ("fwd", _batched(_handles.FWD, _handles.FWD_NAMES)),
+        ("bwd", _batched(_handles.BWD, _handles.BWD_NAMES)),
         ("combine", _combine_rule),
         ("kv_append_", _kv_append_rule),
     ):

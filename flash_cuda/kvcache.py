@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
+from flash_cuda._handles import Options
 from flash_cuda.flash_attn import last_contiguous, one_of
 from flash_cuda.options import (
     Window,
@@ -146,9 +147,7 @@ def flash_attn_with_kvcache(
         # Before anything is written: a call that is refused leaves the cache as it was.
         _ops.check_forward(q, k_cache, v_cache, options)
         k, v = last_contiguous(k), last_contiguous(v)
-        cache: _ops.Options = {
-            n: options[n] for n in ("block_table", "cache_batch_idx") if n in options
-        }
+        cache: Options = {n: options[n] for n in ("block_table", "cache_batch_idx") if n in options}
         if rotary_cos is not None and rotary_sin is not None:
             _ops.check_append(k_cache, v_cache, k, v, lengths, cache)
             cos_sin = (rotary_cos, rotary_sin, as_bool("rotary_interleaved", rotary_interleaved))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_cuda
-from flash_cuda import _ops
+from flash_cuda import _autograd, _handles
 
 OPS = torch.ops.flash_cuda
 B, S, T, H, HK, D = 2, 5, 7, 4, 2, 8
@@ -591,13 +591,14 @@ class _Subclass(Tensor):
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The calls of `_fwd_dense` so far."""
     calls: list[tuple[Any, ...]] = []
-    short = _ops.FWD_DENSE
+    short = _handles.FWD_DENSE
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         return short(*args, **kwargs)
 
-    monkeypatch.setattr(_ops, "FWD_DENSE", noting)
+    for module in (_handles, _autograd):
+        monkeypatch.setattr(module, "FWD_DENSE", noting)
     return calls
 
 

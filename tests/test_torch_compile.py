@@ -90,7 +90,7 @@ def test_deterministic_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch) -> 
     check_bwd = flash_cuda._C.check_bwd
 
     def spy(*args: Any, **kwargs: Any) -> None:
-        bound = {**dict(zip(flash_cuda._ops.BWD_NAMES, args, strict=False)), **kwargs}
+        bound = {**dict(zip(flash_cuda._handles.BWD_NAMES, args, strict=False)), **kwargs}
         seen.append(bool(bound.get("deterministic", False)))
         check_bwd(*args, **kwargs)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
+from flash_cuda._handles import Options
 from flash_cuda.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -189,7 +190,7 @@ def _bwd_options(
     dropout_p: float,
     rng_state: Tensor | None,
     deterministic: bool,
-) -> _ops.Options:
+) -> Options:
     left, right = window_ends(causal, (window_left, window_right))
     return {
         "softmax_scale": softmax_scale,
@@ -211,7 +212,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     into: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: _ops.Options,
+    options: Options,
 ) -> Tensor:
     """Fills `into` with the gradients and returns sum(dout * out), shaped like lse."""
     refuse_others(dout=dout, q=q, k=k, v=v)

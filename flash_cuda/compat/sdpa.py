@@ -213,7 +213,7 @@ def _flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = _window(is_causal, window_size_left, window_size_right)
-    dq, dk, dv, _, _ = _ops.BWD(
+    dq, dk, dv, _, _ = _ops.backward(
         grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous(),
         None,
         query,
