@@ -144,26 +144,48 @@ def flash_attn_with_kvcache(
     )
     q = last_contiguous(q)
     if k is not None and v is not None and lengths is not None:
-        # Before anything is written: a call that is refused leaves the cache as it was.
-        _ops.check_forward(q, k_cache, v_cache, options)
-        k, v = last_contiguous(k), last_contiguous(v)
-        cache: Options = {n: options[n] for n in ("block_table", "cache_batch_idx") if n in options}
-        if rotary_cos is not None and rotary_sin is not None:
-            _ops.check_append(k_cache, v_cache, k, v, lengths, cache)
-            cos_sin = (rotary_cos, rotary_sin, as_bool("rotary_interleaved", rotary_interleaved))
-            start = _first_position(lengths, rotary_seqlens, cache_leftpad)
-            steps = bool(causal) or "window_left" in options or "window_right" in options
-            q = _rotated("q", q, cos_sin, _positions(q, start, cu_seqlens_q, steps))
-            if start is lengths:
-                cache.update(zip(_ROTARY, cos_sin, strict=True))
-            else:  # the op rotates at the place in the cache only
-                k = _rotated("k", k, cos_sin, _positions(k, start, None, True))
-        _ops.kv_append(k_cache, v_cache, k, v, lengths, cache)
+        rotary = (rotary_cos, rotary_sin, as_bool("rotary_interleaved", rotary_interleaved))
+        q = _append(q, (k_cache, v_cache), (k, v), lengths, options, rotary, rotary_seqlens)
     out, lse = _ops.attention_forward(q, k_cache, v_cache, options)
     return (out, lse) if return_softmax_lse else out
 
 
 _ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved")
+
+
+# cos and sin, both or none, and whether pairs are neighbours.
+Rotary = tuple[Tensor | None, Tensor | None, bool]
+
+
+def _append(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    options: Options,
+    rotary: Rotary,
+    rotary_seqlens: Tensor | None,
+) -> Tensor:
+    """Puts the new keys into the cache; returns the queries, rotated as they are.
+
+    What would be refused is refused before anything is written.
+    """
+    _ops.check_forward(q, *caches, options)
+    k, v = map(last_contiguous, new)
+    places: Options = {n: options[n] for n in ("block_table", "cache_batch_idx") if n in options}
+    cos, sin, interleaved = rotary
+    if cos is not None and sin is not None:
+        _ops.check_append(*caches, k, v, lengths, places)
+        tables = (cos, sin, interleaved)
+        start = _first_position(lengths, rotary_seqlens, options.get("leftpad_k"))
+        steps = "window_left" in options or "window_right" in options  # causal is a right end
+        q = _rotated("q", q, tables, _positions(q, start, options.get("cu_seqlens_q"), steps))
+        if start is lengths:
+            places.update(zip(_ROTARY, tables, strict=True))
+        else:  # the op rotates at the place in the cache only
+            k = _rotated("k", k, tables, _positions(k, start, None, True))
+    _ops.kv_append(*caches, k, v, lengths, places)
+    return q
 
 
 def _new_keys(k: Tensor, v: Any) -> int:
