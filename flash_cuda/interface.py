@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from flash_cuda import _ops
+from flash_cuda._names import calls_them
 from flash_cuda.options import (
     Window,
     batch_of,
@@ -384,6 +385,7 @@ def attention_decode(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@calls_them(k="k_cache", v="v_cache", seqused_k="cache_seqlens")
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,

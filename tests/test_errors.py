@@ -511,7 +511,7 @@ def test_what_is_no_tensor_is_named(value: Any) -> None:
         ("k", lambda: flash_cuda.attention(q, value, v)),
         ("q", lambda: flash_cuda.attention_varlen(**packed | {"q": value})),
         ("q", lambda: flash_cuda.attention_decode(value, k, v, cache_seqlens=3)),
-        ("k", lambda: flash_cuda.attention_decode(q, value, v)),
+        ("k_cache", lambda: flash_cuda.attention_decode(q, value, v)),
         ("q", lambda: flash_cuda.flash_attn_with_kvcache(value, k, v)),
         ("q", lambda: flash_cuda.flash_attn_func(value, k, v)),
         ("v", lambda: flash_cuda.flash_attn_func(q, k, value, softcap=1.0)),

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from flash_cuda import flash_attn
+from flash_cuda._names import calls_them
 from flash_cuda.compat import fa3
 from flash_cuda.options import Window, as_bool, refuse_others, window_ends
 
 OutMaybeLse = tuple[Tensor, Tensor | None]
 
 
+@calls_them(sink="learnable_sink")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -72,6 +74,7 @@ def flash_attn_func(
     return _pair(result, return_lse)
 
 
+@calls_them(sink="learnable_sink", split_size="seqlen_k_per_split", block_table="page_table")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

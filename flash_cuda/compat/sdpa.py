@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from flash_cuda import _ops
+from flash_cuda._names import calls_them
 from flash_cuda.options import as_bool, fwd_options, refuse_others
 
 IMPLEMENTATION = "flash_cuda"
 
 
+@calls_them(q="query", k="key", v="value", bias="attn_mask", softmax_scale="scale")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_cuda import _ops
+from flash_cuda._names import calls_them
 from flash_cuda.options import as_bool, as_integer, fwd_options, refuse_others, shown
 
 # Transformers takes any name with "flash" in it for the flash_attn package, and looks for that.
@@ -54,6 +55,12 @@ def register(name: str = IMPLEMENTATION) -> None:
     AttentionMaskInterface.register(name, flash_attention_mask)
 
 
+@calls_them(
+    q="query", k="key", v="value", bias="attention_mask", softmax_scale="scaling", sink="s_aux",
+    dropout_p="dropout", window="sliding_window", window_left="sliding_window",
+    cu_seqlens_q="cu_seq_lens_q", cu_seqlens_k="cu_seq_lens_k", max_seqlen_q="max_length_q",
+    max_seqlen_k="max_length_k",
+)  # fmt: skip
 def attention(
     module: nn.Module,
     query: Tensor,
