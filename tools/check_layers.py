@@ -28,8 +28,8 @@ INCLUDES = {
 }
 # Plain data and markers: below every other layer.
 BOTTOM = {"common/host_device.h", "common/params.h"}
-# The two files of the binding; every other file compiles without torch and Python.
-BINDING = {"torch_binding.cpp", "module.cpp"}
+# The files of the binding; every other file compiles without torch and Python.
+BINDING = {"torch_binding.cpp", "torch_tensors.h", "module.cpp"}
 
 _INCLUDE = re.compile(r'^[ \t]*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 _ASM = re.compile(r"\basm\b\s*(?:volatile\s*)?\(")

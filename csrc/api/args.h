@@ -1,4 +1,4 @@
-// The arguments of the ops as plain data: what torch_binding.cpp reads off tensors, what
+// The arguments of the ops as plain data: what torch_tensors.h reads off tensors, what
 // module.cpp reads off Python objects, and all that api/ ever sees of either.
 #pragma once
 

@@ -1,5 +1,5 @@
 // The order of the arguments of each op, once, for every reader of arguments: the stack of an op
-// (torch_binding.cpp) and the arguments of a Python function (module.cpp). It is that of the
+// (torch_tensors.h) and the arguments of a Python function (module.cpp). It is that of the
 // schemas.
 //
 // A reader has tensor(name), optional_tensor(name), value<T>(name, default), optional<T>(name) and
