@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.library import opcheck
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_cuda
-from flash_cuda import _autograd, _handles
 
 OPS = torch.ops.flash_cuda
 B, S, T, H, HK, D = 2, 5, 7, 4, 2, 8
@@ -382,132 +377,6 @@ def test_autocast_makes_mixed_types_one() -> None:
     assert double.dtype == torch.float64
 
 
-# ---- vmap ----------------------------------------------------------------------------------------
-
-N = 3
-
-
-def stack_of(call: Callable[..., Any], in_dims: tuple[int | None, ...], *args: Tensor) -> Any:
-    """What vmap should give, one element at a time."""
-    results = [
-        call(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
-        for i in range(N)
-    ]
-    if isinstance(results[0], tuple):
-        return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-    return torch.stack(results)
-
-
-def batched(*shape: int) -> Tensor:
-    return rand(N, *shape, **FAR)
-
-
-VMAPPED: dict[str, tuple[Callable[..., Any], tuple[int | None, ...], tuple[Tensor, ...]]] = {
-    "all": (
-        lambda q, k, v: flash_cuda.attention(q, k, v, causal=True, return_lse=True),
-        (0, 0, 0),
-        (batched(B, S, H, D), batched(B, T, HK, D), batched(B, T, HK, D)),
-    ),
-    "some": (
-        lambda q, k, v: flash_cuda.attention(q, k, v, return_lse=True),
-        (2, None, 1),
-        (
-            batched(B, S, H, D).movedim(0, 2),
-            rand(B, T, HK, D, **FAR),
-            batched(B, T, HK, D).movedim(0, 1),
-        ),
-    ),
-    "bias and slopes": (
-        lambda q, k, bias, slopes: flash_cuda.attention(q, k, k, bias=bias, alibi_slopes=slopes),
-        (0, None, 0, 0),
-        (
-            batched(B, S, H, D),
-            rand(B, T, HK, D, **FAR),
-            batched(1, H, S, T),
-            torch.rand(N, H, **FAR),
-        ),
-    ),
-    "one bias for all": (
-        lambda q, k, bias: flash_cuda.attention(q, k, k, bias=bias),
-        (0, 0, None),
-        (batched(B, S, H, D), batched(B, T, HK, D), rand(B, 1, S, T, **FAR)),
-    ),
-    "sink": (
-        lambda q, k, sink: flash_cuda.attention(q, k, k, sink=sink),
-        (0, None, 0),
-        (batched(B, S, H, D), rand(B, T, HK, D, **FAR), batched(H)),
-    ),
-    "packed": (
-        lambda q, k: flash_cuda.attention_varlen(
-            q, k, k, cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 4, 7)
-        ),
-        (0, 0),
-        (batched(S, H, D), batched(T, HK, D)),
-    ),
-    "combine": (
-        lambda out, lse: OPS.combine(out, lse),
-        (0, None),
-        (torch.randn(N, 4, B, S, H, D), torch.randn(4, B, H, S)),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(VMAPPED))
-def test_vmap(name: str) -> None:
-    call, in_dims, args = VMAPPED[name]
-    torch.testing.assert_close(
-        torch.vmap(call, in_dims=in_dims)(*args), stack_of(call, in_dims, *args)
-    )
-
-
-def test_vmap_of_grad() -> None:
-    """Gradients for each sample, with a bias that all share."""
-    args = (batched(B, S, H, D), batched(B, T, HK, D), batched(B, T, HK, D))
-    bias = rand(1, H, S, T, **FAR)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return flash_cuda.attention(q, k, v, bias=bias, deterministic=True).square().sum()
-
-    call = torch.func.grad(loss, argnums=(0, 1, 2, 3))
-    in_dims = (0, 0, 0, None)
-    torch.testing.assert_close(
-        torch.vmap(call, in_dims=in_dims)(*args, bias), stack_of(call, in_dims, *args, bias)
-    )
-
-
-def test_vmap_with_dropout() -> None:
-    q, k, v = batched(B, S, H, D), rand(B, T, HK, D, **FAR), rand(B, T, HK, D, **FAR)
-
-    def call(q: Tensor) -> Tensor:
-        return flash_cuda.attention(q, k, v, dropout_p=0.5)
-
-    q = q[:1].expand(N, -1, -1, -1, -1)
-    same = torch.vmap(call, randomness="same")(q)
-    different = torch.vmap(call, randomness="different")(q)
-    assert torch.equal(same[0], same[1])
-    assert not torch.equal(different[0], different[1])
-    with pytest.raises(RuntimeError, match="random"):
-        torch.vmap(call)(q)
-
-
-def test_vmap_kv_append() -> None:
-    caches = [batched(B, 16, HK, D), batched(B, 16, HK, D)]
-    alone = [c.clone() for c in caches]
-    k, v = batched(B, 3, HK, D), rand(B, 3, HK, D, **FAR)
-
-    def call(k_cache: Tensor, v_cache: Tensor, k: Tensor) -> Tensor:
-        OPS.kv_append_(k_cache, v_cache, k, v, int32(1, 13))
-        return k_cache.sum()
-
-    torch.vmap(call)(*caches, k)
-    for i in range(N):
-        call(alone[0][i], alone[1][i], k[i])
-    assert torch.equal(caches[0], alone[0])
-    assert torch.equal(caches[1], alone[1])
-    with pytest.raises(ValueError, match="k_cache"):
-        torch.vmap(call, in_dims=(None, None, 0))(caches[0][0], caches[1][0], k)
-
-
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
@@ -545,133 +414,3 @@ def test_flops_of_packed_and_cached_calls() -> None:
         )
     )  # fmt: skip
     assert cached == 2 * H * (11 + 4) * 3 * D
-
-
-class _Calls(TorchDispatchMode):
-    """Notes which ops are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_the_short_form_of_fwd_is_seen_by_no_mode(grad: bool) -> None:
-    """Without a mode a plain call may take `_fwd_dense`; whoever listens sees `fwd`."""
-    q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=grad) for _ in range(3))
-    plain = flash_cuda.attention(q, k, v, causal=True)
-    with _Calls() as calls:
-        seen = flash_cuda.attention(q, k, v, causal=True)
-    assert "flash_cuda::fwd" in calls.names
-    assert "flash_cuda::_fwd_dense" not in calls.names
-    assert torch.equal(plain, seen)
-
-
-class _Functions(TorchFunctionMode):
-    """Notes which ops are called, above the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class _Subclass(Tensor):
-    pass
-
-
-@pytest.fixture
-def short_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The calls of `_fwd_dense` so far."""
-    calls: list[tuple[Any, ...]] = []
-    short = _handles.FWD_DENSE
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
-        return short(*args, **kwargs)
-
-    for module in (_handles, _autograd):
-        monkeypatch.setattr(module, "FWD_DENSE", noting)
-    return calls
-
-
-@pytest.mark.parametrize("op", [OPS.fwd, OPS.fwd.default], ids=["packet", "overload"])
-def test_a_plain_call_of_the_op_takes_the_short_form(op: Any, short_calls: list[Any]) -> None:
-    q, k, v = qkv()
-    for options in ({}, {"window_right": 0}, {"softmax_scale": 0.3, "window_left": 2}):
-        short_calls.clear()
-        got = op(q, k, v, **options)
-        assert len(short_calls) == 1
-        assert got[0].grad_fn is None
-        want = op._op(q, k, v, **options)  # as torch calls it
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        short_calls.clear()
-        with torch.no_grad():
-            op(*qkv(True), **options)
-        assert len(short_calls) == 1
-
-
-def _dual_call() -> None:
-    q, k, v = qkv()
-    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NotImplementedError):
-        OPS.fwd(forward_ad.make_dual(q, q), k, v)
-
-
-LONG_CALLS: dict[str, Callable[[], Any]] = {
-    "options": lambda: OPS.fwd(*qkv(), softcap=1.0),
-    "subclass": lambda: OPS.fwd(*(t.as_subclass(_Subclass) for t in qkv())),
-    "dual": _dual_call,
-}
-
-
-@pytest.mark.parametrize("name", LONG_CALLS)
-def test_other_calls_of_the_op_are_torchs(name: str, short_calls: list[Any]) -> None:
-    LONG_CALLS[name]()
-    assert not short_calls
-
-
-def _graph_of_fwd(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    assert OPS.fwd in [node.target for node in module.graph.nodes]
-    return lambda *args: (args[0],)
-
-
-def test_graphs_hold_the_op_itself() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _scripted(q, k, v)
-
-    torch.compile(_scripted, fullgraph=True, backend=_graph_of_fwd)(*qkv())
-    exported = torch.export.export(Model(), qkv())
-    assert OPS.fwd.default in [node.target for node in exported.graph.nodes]
-    traced = torch.jit.trace(_scripted, qkv(), check_trace=False)
-    assert "flash_cuda::fwd" in [node.kind() for node in traced.graph.nodes()]
-
-
-@pytest.mark.parametrize("mode", [_Functions, _Calls])
-def test_modes_see_the_op_itself(mode: Callable[[], Any]) -> None:
-    with mode() as calls:
-        OPS.fwd(*qkv(), window_right=0)
-    assert any("fwd" in name for name in calls.names)
-    assert not any("_fwd_dense" in name for name in calls.names)
-
-
-def test_the_ops_objects_are_still_torchs() -> None:
-    assert isinstance(OPS.fwd, torch._ops.OpOverloadPacket)
-    assert isinstance(OPS.fwd.default, torch._ops.OpOverload)
-    assert copy.deepcopy(OPS.fwd.default) is OPS.fwd.default
-    assert hash(OPS.fwd.default) == hash(OPS.fwd.default._op)
-    assert torch._library.utils.lookup_op("flash_cuda::fwd") is OPS.fwd.default
-    scripted = torch.jit.script(_scripted)
-    q, k, v = qkv()
-    assert torch.equal(scripted(q, k, v), OPS.fwd(q, k, v)[0])
-
-
-def _scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.ops.flash_cuda.fwd(q, k, v)[0]
