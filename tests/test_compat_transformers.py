@@ -98,6 +98,31 @@ def test_packed_sequences() -> None:
     torch.testing.assert_close(out, want[None])
 
 
+def test_positions_that_start_again_are_packed_sequences() -> None:
+    """As a collator without padding lays them out; nothing else says so."""
+    q, k, v = (t[:1] for t in heads_first())
+    cu = torch.tensor([0, 3, S], dtype=torch.int32)
+    want, _ = adapter.attention(layer(), q, k, v, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    for _ in range(2):  # the second layer finds what the first one found
+        out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions)
+        assert torch.equal(out, want)
+    with torch.inference_mode():
+        out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions.clone())
+        assert torch.equal(out, want)
+    whole, _ = adapter.attention(layer(), q, k, v, None)
+    positions[0] = torch.arange(5, 5 + S)  # written to: looked at again
+    out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions)
+    assert torch.equal(out, whole)
+    # Neither a cache nor a mask, nor a batch, is packed.
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    mask = torch.ones(1, S)
+    masked, _ = adapter.attention(layer(), q, k, v, mask, position_ids=positions)
+    torch.testing.assert_close(masked, whole)
+    last, _ = adapter.attention(layer(), q[:, :, 4:], k, v, None, position_ids=positions[:, 4:])
+    torch.testing.assert_close(last, whole[:, 4:])
+
+
 def test_dropout_is_for_training() -> None:
     tensors = heads_first()
     still, _ = adapter.attention(layer(), *tensors, None, dropout=0.5)
@@ -158,6 +183,24 @@ def test_a_model_gives_what_it_gives_on_sdpa(padding: str) -> None:
         model = LlamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
         logits.append(model(tokens, attention_mask=mask).logits[mask.bool()])
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not HAVE_TRANSFORMERS, reason="needs the package transformers")
+def test_a_model_keeps_packed_sequences_apart() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    adapter.register()
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM._from_config(config, attn_implementation=adapter.IMPLEMENTATION)
+    model.eval()
+    one, two = torch.randint(50, (1, 5)), torch.randint(50, (1, 9))
+    positions = torch.cat((torch.arange(5), torch.arange(9)))[None]
+    together = model(torch.cat((one, two), 1), position_ids=positions).logits
+    for tokens, place in ((one, slice(0, 5)), (two, slice(5, 14))):
+        torch.testing.assert_close(together[:, place], model(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_packed_sequences_stay_causal_beside_a_mask() -> None:

@@ -10,6 +10,7 @@ would leave out masks without a word.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers' models call.
@@ -98,6 +100,9 @@ def attention(
         cu_seq_lens_k: the same for keys.
         max_length_q: hint.
         max_length_k: hint.
+        position_ids: ``(1, seqlen_q)``; without a mask and without `cu_seq_lens_q`, positions that
+            start again in a batch of 1 are those of packed sequences. Looking at them waits for
+            the GPU, once for all layers.
         **kwargs: what models pass for other implementations.
 
     Returns:
@@ -115,6 +120,8 @@ def attention(
         is_causal = getattr(module, "is_causal", True)
     causal = as_bool("is_causal", is_causal)
     packed: dict[str, Any] = {}
+    if attention_mask is None and cu_seq_lens_q is None and k.shape[1] == q.shape[1]:
+        cu_seq_lens_q = cu_seq_lens_k = _bounds_of(position_ids, q)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         attention_mask = None  # what is packed has no padding
@@ -153,6 +160,35 @@ def attention(
     )
     out, _ = _ops.attention_forward(q, k, v, options)
     return (out.view(query.shape[0], -1, *out.shape[1:]) if packed else out), None
+
+
+# The last position_ids, their version, and the bounds found: all layers of a model see the same.
+_Seen = tuple["weakref.ref[Tensor]", int, Tensor | None]
+_seen: _Seen | None = None
+
+
+def _bounds_of(position_ids: Tensor | None, q: Tensor) -> Tensor | None:
+    """Bounds of the packed sequences that positions tell of; None if there is but one."""
+    global _seen
+    rows = q.shape[1]
+    if position_ids is None or q.shape[0] != 1 or rows < 2 or position_ids.shape != (1, rows):
+        return None
+    if torch.compiler.is_dynamo_compiling():
+        return _find_bounds(position_ids)
+    version = 0 if position_ids.is_inference() else position_ids._version
+    seen = _seen
+    if seen is None or seen[0]() is not position_ids or seen[1] != version:
+        _seen = seen = (weakref.ref(position_ids), version, _find_bounds(position_ids))
+    return seen[2]
+
+
+def _find_bounds(position_ids: Tensor) -> Tensor | None:
+    positions = position_ids[0]
+    starts = torch.cat((positions[:1] == positions[0], positions[1:] != positions[:-1] + 1))
+    if int(starts.sum()) == 1:
+        return None
+    first = starts.nonzero().flatten()
+    return torch.cat((first, first.new_tensor([len(positions)]))).int()
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
