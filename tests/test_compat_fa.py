@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flash_cuda
-from flash_cuda.compat import fa2, fa3, fa4
+from flash_cuda.compat import bert_padding, fa2, fa3, fa4
 
 B, S, T, H, HK, D = 2, 6, 9, 4, 2, 16
 
@@ -255,3 +255,37 @@ def test_fa4_refuses_code(name: str) -> None:
 def test_fa4_refuses_shifted_windows() -> None:
     with pytest.raises(NotImplementedError, match="window_size"):
         fa4.flash_attn_func(*qkv(), window_size=(-1, 4))
+
+
+def test_padding_and_packing_undo_each_other() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    q = torch.randn(3, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(q, mask)
+    assert rows.shape == (5, 2, 8)
+    assert cu_seqlens.tolist() == [0, 3, 5, 5]
+    assert cu_seqlens.dtype == used.dtype == torch.int32
+    assert (longest, used.tolist()) == (3, [3, 2, 0])
+    packed = flash_cuda.flash_attn_varlen_func(
+        rows, rows, rows, cu_seqlens, cu_seqlens, longest, longest, causal=True
+    )
+    padded = bert_padding.pad_input(packed, indices, 3, 5)
+    for b, first, last in ((0, 1, 4), (1, 0, 2)):
+        alone = q[b : b + 1, first:last]
+        want = flash_cuda.attention(alone, alone, alone, causal=True)
+        torch.testing.assert_close(padded[b : b + 1, first:last], want)
+    assert not padded[mask == 0].any()
+    padded.sum().backward()
+    assert q.grad is not None
+    assert not q.grad[mask == 0].any()
+
+
+def test_rows_that_are_kept_and_do_not_count() -> None:
+    mask, unused = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[0, 0, 1, 0]])
+    x = torch.randn(1, 4, 8)
+    rows, _, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask, unused)
+    assert torch.equal(rows, x[0, :3])
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3], 3, [2])
+    with pytest.raises(ValueError, match=r"attention_mask must .* = \(1, 4\), got \(1, 3\)"):
+        bert_padding.unpad_input(x, mask[:, :3])
+    with pytest.raises(ValueError, match=r"indices must .* = \(3,\), got a tensor"):
+        bert_padding.pad_input(rows, torch.arange(4), 1, 4)
