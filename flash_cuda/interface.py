@@ -142,7 +142,8 @@ def attention(
             output bfloat16) float8_e4m3fn; on the CPU also float32 and float64.
         k: ``(batch, seqlen_kv, num_heads_kv, head_dim)``; num_heads_kv divides num_heads_q.
         v: ``(batch, seqlen_kv, num_heads_kv, head_dim_v)``.
-        causal: query ``i`` sees keys up to ``i + seqlen_kv - seqlen_q``.
+        causal: query ``i`` sees keys up to ``i + seqlen_kv - seqlen_q``; takes the place of the
+            right end of `window`.
         window: keys seen to the left and right of that place, both ends inclusive; ``None`` or -1
             is all of them.
         softmax_scale: ``None`` is ``head_dim ** -0.5``, with `qv`
