@@ -296,7 +296,8 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
         "window_size": "window",
     }
     renamed = {synonyms.get(name, name): value for name, value in options.items()}
-    renamed.pop("return_lse", None)
+    for name in ("return_lse", "return_attn_probs", "return_softmax_lse"):
+        renamed.pop(name, None)  # changes nothing
     for name in renamed:
         if name not in _OPTIONS:
             raise ValueError(f"attention has no option {name!r}")

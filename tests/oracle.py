@@ -129,7 +129,7 @@ def sequence(
 
     Returns:
         out (rows, heads, head_dim_v), lse (heads, rows), score (see `solve`), and dq, dk, dv like
-        q, k, v; dbias (heads, rows, keys), dsink (heads,), and their spreads, see `solve`.
+        q, k, v; dbias (heads, rows, keys), dsink (heads,), and spreads, see `solve`.
     """
     rd = precision.round
     heads, rows, keys = q.shape[1], q.shape[0], k.shape[0]
@@ -175,11 +175,16 @@ def sequence(
         p_sink = all_p[..., -1]
         result["dsink"] = -(p_sink * delta).sum(1)
         result["dsink_spread"] = (p_sink.pow(2) * spread).sum(1)
+    slope = p if t is None else p * (1.0 - t * t)
     if t is not None:
         ds = ds * (1.0 - t * t)
     ds = rd(ds)
     result["dq"] = scale * torch.einsum("hij,jhd->ihd", ds, k)
     result["dk"] = scale * torch.einsum("hij,ihd->jhd", ds, q)
+    pulled = scale * torch.einsum("hij,jhd->ihd", slope, k)  # by a delta that is off by one
+    result["dq_spread"] = pulled.pow(2) * spread.transpose(0, 1)[..., None]
+    weight = slope.pow(2) * spread[..., None]
+    result["dk_spread"] = scale**2 * torch.einsum("hij,ihd->jhd", weight, q.pow(2))
     result["dv"] = torch.einsum("hij,ihd->jhd", rd(p * factor), dout)
     return result
 
@@ -322,8 +327,8 @@ def solve(
     Returns:
         out and lse, score (the largest |scale * q.k| that counts), and with dout also dq, dk, dv,
         dbias and dsink (where there is a bias, a sink), whole: rows that do not count are 0, their
-        lse -inf. dsink and dbias are sums of terms of both signs; dsink_spread and dbias_spread
-        bound the squares of their errors.
+        lse -inf. dq, dk, dsink and dbias are sums of terms of both signs; NAME_spread is how far
+        the rounding of out moves each, squared, in units of that rounding.
     """
     call = _Call(kw, precision)
     dtype, q = precision.compute, call.q
@@ -337,6 +342,7 @@ def solve(
     result["score"] = zeros()
     if dout is not None:
         result.update(dq=zeros(*q.shape), dk=zeros(*call.k.shape), dv=zeros(*call.v.shape))
+        result.update(dq_spread=zeros(*q.shape), dk_spread=zeros(*call.k.shape))
         if bias is not None:
             result["dbias"] = zeros(*bias.shape)
             result["dbias_spread"] = zeros(*bias.shape)
@@ -360,9 +366,12 @@ def solve(
         if dout is None:
             continue
         call.query_rows(result["dq"], b)[:] = precision.round(one["dq"])
+        call.query_rows(result["dq_spread"], b)[:] = one["dq_spread"]
         for name in ("dk", "dv"):
             place = _cached_rows(result[name], kw, b, last)[first:]
             place[:] = precision.round(_grouped(one[name], call.heads_kv))
+        place = _cached_rows(result["dk_spread"], kw, b, last)[first:]
+        place[:] = _grouped(one["dk_spread"], call.heads_kv)
         if bias is not None:
             _add_dbias(result["dbias"], one["dbias"], b)
             _add_dbias(result["dbias_spread"], one["dbias_spread"], b)
