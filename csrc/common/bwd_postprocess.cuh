@@ -6,6 +6,7 @@
 
 #include "common/bwd_workspace.h"
 #include "common/fragment.cuh"
+#include "common/mask.h"
 #include "common/scheduler.cuh"
 #include "ptx/convert.h"
 #include "ptx/red.h"
@@ -13,6 +14,15 @@
 namespace flash_cuda {
 
 constexpr int kPostprocessThreads = 128;
+
+// Adds four neighbouring accumulators from `at` on.
+__device__ __forceinline__ void add_accumulators(float (&sum)[4][4], const float* at, int lane) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[t][j] += at[t * 128 + ptx::accumulator_slot(lane, j)];
+  }
+}
 
 // One thread block serves one tile of one head; a warp turns 16 rows x 32 columns at a time.
 template <DType kDType>
@@ -30,7 +40,14 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   }
   if (!work.valid) return;
   const SeqInfo seq = seq_info_or_tail(f, work.batch);
+  const KvDeal deal{max_of(ws.copies, 1)};
+  BlockRange range{0, 1, 0, 0};  // KV blocks that contribute
+  if (ws.copies > 0) {
+    range = Mask::make(f, seq.seqlen_q, seq.seqlen_kv)
+                .kv_blocks(work.block * ws.block_q, ws.block_q, ws.block_kv);
+  }
   const float* accumulators = ws.dq + (head * ws.tiles + tile) * (ws.block_q * ws.head_dim);
+  const int64_t copy_size = ws.dq_elements(f);
   const int first = work.block * ws.block_q;
   uint16_t* dq = static_cast<uint16_t*>(p.dq) + seq.q_batch * p.dq_stride.batch +
                  head * p.dq_stride.head +
@@ -43,12 +60,16 @@ __global__ void __launch_bounds__(kPostprocessThreads)
        i += kPostprocessThreads / 32) {
     const int row16 = i / (tiles_n / 4), n = i % (tiles_n / 4) * 4;
     uint32_t packed[2][4];  // [row g or g + 8][tile]
+    float sum[4][4] = {};
+    for (int c = 0; c < deal.count; ++c) {
+      if (deal.first_from(range.begin, c) >= range.end) continue;  // nothing was written there
+      add_accumulators(sum, accumulators + c * copy_size + (row16 * tiles_n + n) * 128, lane);
+    }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const float* a = accumulators + (row16 * tiles_n + n + t) * 128;
       float v[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = a[ptx::accumulator_slot(lane, j)] * f.softmax_scale;
+      for (int j = 0; j < 4; ++j) v[j] = sum[t][j] * f.softmax_scale;
       packed[0][t] = ptx::pack<kDType>(v[0], v[1]);
       packed[1][t] = ptx::pack<kDType>(v[2], v[3]);
     }

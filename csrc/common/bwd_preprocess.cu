@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
       ws.row_dot[place * ws.block_q + row] = lse_log2 == INFINITY ? 0.0f : dot;
     }
   }
-  if (ws.dq) {
+  if (ws.dq && ws.copies == 0) {
     float4* dq = reinterpret_cast<float4*>(ws.dq + place * ws.block_q * ws.head_dim);
     for (int i = threadIdx.x; i < ws.block_q * ws.head_dim / 4; i += kThreads) {
       dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

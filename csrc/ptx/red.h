@@ -1,4 +1,4 @@
-// Additions to global memory without a result (PTX ISA: red, ld.acquire, st.release).
+// Additions to global memory without a result, and counters (PTX ISA: red, ld.acquire, st.release).
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,18 @@ __device__ __forceinline__ void red_add_accumulator(float* tile, int lane, const
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(tile + i * 32 + lane), "f"(v[i])
                  : "memory");
   }
+#endif
+}
+
+// The first values of such a tile, which needs no zeros then.
+__device__ __forceinline__ void store_accumulator(float* tile, int lane, const float (&v)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(tile + lane * 4), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) tile[i * 32 + lane] = v[i];
 #endif
 }
 

@@ -5,7 +5,8 @@
 // are computed transposed (a warp holds a few tiles of 16 keys x kWidthS queries): P^T and dS^T
 // then are the left operands of dV += P^T dO and dK += dS^T Q as they stand, and only dS goes
 // through shared memory, for dQ = dS K, which is added to an fp32 workspace. Query tiles are
-// visited from last to first.
+// visited from last to first. In deterministic mode a thread block walks several KV blocks and adds
+// to a copy of dq that is its own.
 #pragma once
 
 #include "common/bwd_workspace.h"
@@ -15,6 +16,7 @@
 #include "common/scheduler.cuh"
 #include "common/score_mod.cuh"
 #include "common/softmax.cuh"
+#include "ptx/global.h"
 #include "ptx/red.h"
 #include "sm80/bwd_tile.h"
 #include "sm80/tile_io.cuh"
@@ -29,6 +31,7 @@ struct BwdBlock {
   using SmemV = SwizzledTile<Tile::kHeadDimV>;        // also dO
   using SmemS = SwizzledTile<Tile::kBlockQ>;          // rows are keys
   using Scores = MmaFragment<Tile::kWidthS>;
+  static constexpr bool kCopies = has_dq_copies(Tile::kBlockKV);  // of dq, in deterministic mode
   static constexpr int kStepsQ = Tile::kBlockQ / 16;
   static constexpr int kKeyTiles = Tile::kKeyTiles, kKeyWarps = Tile::kKeyWarps;
   using Operand = uint32_t[kKeyTiles][Scores::kTiles / 2][4];  // scores as left operands
@@ -53,8 +56,9 @@ struct BwdBlock {
   MmaFragment<Tile::kWidthDk> dk[kKeyTiles];
   MmaFragment<Tile::kWidthDv> dv[kKeyTiles];
 
+  // `previous`: the KV block that this thread block had before, or -1.
   __device__ BwdBlock(const BwdParams& params, const BwdWorkspace& workspace, const WorkTile& work,
-                      uint32_t smem)
+                      int previous, uint32_t smem)
       : p(params),
         f(params.fwd),
         ws(workspace),
@@ -73,6 +77,23 @@ struct BwdBlock {
     tile_base = ws.tile_base(f, seq.q_row0, batch);
     ragged = kv0 + Tile::kBlockKV > seq.seqlen_kv;
     needs_ds = (p.wanted & (kWantDq | kWantDk | kWantDbias)) != 0;
+    if (kCopies && threadIdx.x == 0) keep_place_in_dq(work.block, previous);
+  }
+
+  // Where this block adds to dq is kept in shared memory, for want of registers: tiles between the
+  // copies of dq, and the first query tile that its copy has not seen before.
+  __device__ uint32_t smem_place() const { return smem_k + Tile::kSmemBytes - Tile::kBytesPlace; }
+  __device__ void keep_place_in_dq(int kv_block, int previous) const {
+    int shift = 0, seen = kUnbounded;
+    if (ws.copies > 0) {
+      shift = KvDeal{ws.copies}.owner(kv_block) * static_cast<int>(ws.tiles * f.num_heads_q);
+      // Ends are ascending: what an earlier block has visited ends no later.
+      seen = previous < 0
+                 ? 0
+                 : mask.q_blocks(previous * Tile::kBlockKV, Tile::kBlockKV, Tile::kBlockQ).end;
+    }
+    ptx::store_shared_4(smem_place(), shift);
+    ptx::store_shared_4(smem_place() + 4, seen);
   }
 
   // The plain variant always computes dq, dk and dv.
@@ -208,22 +229,32 @@ struct BwdBlock {
           load_b_rows_k<SmemK>(b, b_base, k, warp_n * kPairs + n);
         });
     const int64_t tile = head * ws.tiles + tile_base + q_block;
-    float* base = ws.dq + tile * (Tile::kBlockQ * Tile::kHeadDim);
-    if (ws.turn) wait_turn(tile);
+    int64_t dq_tile = tile;
+    if constexpr (kCopies) dq_tile += static_cast<int>(ptx::load_shared_4(smem_place()));
+    float* base = ws.dq + dq_tile * (Tile::kBlockQ * Tile::kHeadDim);
+    const auto for_each = [&](auto add) {
 #pragma unroll
-    for (int m = 0; m < Tile::kTilesDq; ++m) {
+      for (int m = 0; m < Tile::kTilesDq; ++m) {
 #pragma unroll
-      for (int t = 0; t < Tile::kWidthDq / 8; ++t) {
-        const int row16 = warp_m * Tile::kTilesDq + m, col8 = warp_n * (Tile::kWidthDq / 8) + t;
-        ptx::red_add_accumulator(base + (row16 * (Tile::kHeadDim / 8) + col8) * 128, lane,
-                                 dq[m].acc[t]);
+        for (int t = 0; t < Tile::kWidthDq / 8; ++t) {
+          const int row16 = warp_m * Tile::kTilesDq + m, col8 = warp_n * (Tile::kWidthDq / 8) + t;
+          add(base + (row16 * (Tile::kHeadDim / 8) + col8) * 128, dq[m].acc[t]);
+        }
       }
+    };
+    if (ws.turn) wait_turn(tile);
+    if (kCopies && q_block >= static_cast<int>(ptx::load_shared_4(smem_place() + 4))) {
+      for_each([&](float* to, const float (&v)[4]) { ptx::store_accumulator(to, lane, v); });
+    } else {
+      for_each([&](float* to, const float (&v)[4]) { ptx::red_add_accumulator(to, lane, v); });
     }
     if (ws.turn) pass_turn(tile);
   }
-  // Deterministic order: KV blocks add to a tile in ascending order. The grid starts them in that
-  // order too, so whoever is waited for is already running. A warp adds to the same part of a tile
-  // in every KV block, so turns are kept by the warp and need no meeting of the block.
+  // Deterministic order. With a copy of dq for each thread block it is that of the program: a lane
+  // adds to the same elements in every KV block.
+  // Without copies KV blocks add to a tile in ascending order, by turns. The grid starts them in
+  // that order too, so whoever is waited for is already running. A warp adds to the same part of a
+  // tile in every KV block, so turns are kept by the warp and need no meeting of the block.
   __device__ int* turn_of(int64_t tile) const { return ws.turn + tile * Tile::kWarps + warp; }
   __device__ int blocks_before() const {
     const int q0 = q_block * Tile::kBlockQ;
@@ -517,8 +548,7 @@ struct BwdBlock {
         if (chunk * 8 >= width) continue;
         uint32_t v[4];
         ptx::load_shared_16(v, smem + Smem::offset(row, chunk));
-        *reinterpret_cast<uint4*>(base + row * stride.row + chunk * 8) =
-            make_uint4(v[0], v[1], v[2], v[3]);
+        ptx::store_global_16(base + row * stride.row + chunk * 8, v);
       }
     }
   }
@@ -550,14 +580,21 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   }
   if (!work.valid) return;
 
-  BwdBlock<Tile, kDType, kVariant> block(p, ws, work, ptx::smem_addr(smem));
+  for (int previous = -1;;) {
+    BwdBlock<Tile, kDType, kVariant> block(p, ws, work, previous, ptx::smem_addr(smem));
 #pragma unroll
-  for (int m = 0; m < Tile::kKeyTiles; ++m) {
-    block.dk[m].clear();
-    block.dv[m].clear();
+    for (int m = 0; m < Tile::kKeyTiles; ++m) {
+      block.dk[m].clear();
+      block.dv[m].clear();
+    }
+    if (block.range.begin < block.range.end) block.main_loop();
+    block.store();
+    if (!has_dq_copies(Tile::kBlockKV) || ws.copies == 0) break;
+    previous = block.kv0 / Tile::kBlockKV;
+    work = {block.batch, block.kv_head, KvDeal{ws.copies}.next(previous), true};
+    if (work.block * Tile::kBlockKV >= f.seqlen_kv) break;
+    __syncthreads();  // every thread is done with shared memory
   }
-  if (block.range.begin < block.range.end) block.main_loop();
-  block.store();
 }
 
 }  // namespace flash_cuda::sm80

@@ -34,6 +34,7 @@ size_t bwd_workspace_bytes(const BwdParams& p) {
   with_bwd_tile<kHeadDim, kHeadDimV>(p, [&](auto tile, auto) {
     using Tile = decltype(tile);
     BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, kHeadDim, Tile::kWarps);
+    ws.choose_copies(p, Tile::kBlockKV, Tile::kMinBlocks * p.fwd.num_sms);
     bytes = ws.place(p, nullptr);
   });
   return bytes;
@@ -56,6 +57,7 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   p.fwd.unaligned = is_unaligned(p);
   const FwdParams& f = p.fwd;
   BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, Tile::kHeadDim, Tile::kWarps);
+  ws.choose_copies(p, Tile::kBlockKV, Tile::kMinBlocks * f.num_sms);
   ws.place(p, static_cast<char*>(p.workspace));
   if (ws.dbias) {
     check_cuda(cudaMemsetAsync(ws.dbias, 0, BwdWorkspace::dbias_elements(f) * 4, stream),
@@ -71,8 +73,8 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   if (p.wanted & kWantDsink) launch_bwd_sink(p, ws, stream);
 
   // Ascending, as the deterministic order of dq wants it (and longest first under a causal mask).
-  const DenseSchedule schedule{ceil_div(f.seqlen_kv, Tile::kBlockKV), f.num_heads_kv, f.batch,
-                               section_of_kv_heads(p), false};
+  const DenseSchedule schedule{ws.copies > 0 ? ws.copies : ceil_div(f.seqlen_kv, Tile::kBlockKV),
+                               f.num_heads_kv, f.batch, section_of_kv_heads(p), false};
   const int64_t blocks = f.cu_seqlens_k
                              ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
                              : schedule.size();

@@ -31,8 +31,9 @@ struct BwdTileShape {
   static constexpr int kBytesStats = kBlockQ * 4 * 2;
   static constexpr int kBytesStage = kBytesQ + kBytesDo + kBytesStats;
   static constexpr int kBytesScores = kBlockKV * kBlockQ * 2;  // dS; P too where warps share keys
-  static constexpr int kSmemBytes =
-      kBytesK + kBytesV + kStages * kBytesStage + kBytesScores * (kSplitD > 1 ? 2 : 1);
+  static constexpr int kBytesPlace = 16;
+  static constexpr int kSmemBytes = kBytesK + kBytesV + kStages * kBytesStage +
+                                    kBytesScores * (kSplitD > 1 ? 2 : 1) + kBytesPlace;
   static_assert(kWidthS % 16 == 0 && kWidthDk % 16 == 0 && kWidthDv % 16 == 0);
   static_assert(kWidthDq % 16 == 0 && kBlockQ % (16 * kWarpsDq) == 0);
 };
