@@ -186,7 +186,6 @@ struct Gradients {
         dv(make(b, kWantDv, b.fwd.v, b.fwd.v.dtype)),
         dbias(make(b, kWantDbias, b.fwd.bias, ScalarType::kFloat32)),
         dsink(make(b, kWantDsink, b.fwd.sink, ScalarType::kFloat32)) {
-    if (b.wanted & kWantDbias) dbias.zero();
     if (b.wanted & kWantDsink) dsink.zero();
   }
   static Buffer make(const BwdArgs& b, int bit, const TensorInfo& t, ScalarType type) {
@@ -199,10 +198,8 @@ struct Gradients {
     if (p.wanted & kWantDbias) p.dbias = dbias.data<float>();
     if (p.wanted & kWantDsink) p.dsink = dsink.data<float>();
   }
-  void zero_qkv() {
-    dq.zero();
-    dk.zero();
-    dv.zero();
+  void zero_all() {
+    for (Buffer* g : {&dq, &dk, &dv, &dbias}) g->zero();
   }
   Buffer dq, dk, dv, dbias, dsink;
 };
@@ -218,7 +215,7 @@ void bwd(StableIValue* stack) {
   Gradients gradients(b);
   std::optional<NoKeys> no_keys;
   if (!has_queries(s) || !has_keys(s)) {
-    gradients.zero_qkv();
+    gradients.zero_all();
     // Without keys only the sink is left, and lse depends on it.
     b.wanted = has_queries(s) && b.dlse.given() ? b.wanted & kWantDsink : 0;
     if (b.wanted) no_keys.emplace(b.fwd, s);

@@ -67,6 +67,21 @@ def test_alibi(case: AttentionCase, backend: Backend) -> None:
         window_right=(0,),
     ),
     grid(
+        AttentionCase(rows=(150, 150), keys=(208, 208), heads=2, heads_kv=1, grads=True),
+        head_dim=(64, 192),
+        bias=("bhqk", "1hqk", "1h1k"),
+        bias_dtype=("float32", "same"),
+        deterministic=(False, True),
+    ),
+    grid(
+        AttentionCase(rows=(150,), keys=(208,), heads=2, heads_kv=1, head_dim=192, grads=True),
+        bias=("bhqk", "11qk"),
+        bias_dtype=("same",),
+        alibi=("head",),
+        window_left=(-1, 60),
+        window_right=(0,),
+    ),
+    grid(
         AttentionCase(rows=(70, 70), keys=(136, 136), heads=2, heads_kv=1, grads=True),
         head_dim=(64, 128),
         bias=("b1qk", "11qk", "1h1k"),
@@ -171,3 +186,21 @@ def test_strided_bias(backend: Backend) -> None:
     want = backend.call(case, "fwd", q, k, v, bias=bias.contiguous())
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+@pytest.mark.parametrize("keys", [33, 64])
+def test_gradient_of_an_expanded_bias(keys: int, head_dim: int, backend: Backend) -> None:
+    """One row of numbers that stands for many: every row has a gradient of its own."""
+    torch.manual_seed(4)
+    device = backend.device
+    q, dout = (torch.randn(1, 40, 2, head_dim, device=device).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, keys, 2, head_dim, device=device).bfloat16() for _ in "kv")
+    bias = torch.randn(1, 2, 1, keys, device=device).expand(1, 2, 40, keys)
+    case = AttentionCase()
+    out, lse = backend.call(case, "fwd", q, k, v, bias=bias)
+    got = backend.call(case, "bwd", dout, None, q, k, v, out, lse, bias=bias, wanted=8)[3]
+    whole = bias.contiguous()
+    want = backend.call(case, "bwd", dout, None, q, k, v, out, lse, bias=whole, wanted=8)[3]
+    assert got.shape == want.shape
+    assert torch.allclose(got, want, atol=1e-5)

@@ -35,14 +35,23 @@ __global__ void __launch_bounds__(kDbiasThreads)
           col * p.dbias_col_stride] = sum;
 }
 
+int64_t elements_of(const BwdParams& p) {
+  const FwdParams& f = p.fwd;
+  return (p.dbias_batch_stride ? int64_t{f.batch} : 1) *
+         (p.dbias_head_stride ? int64_t{f.num_heads_q} : 1) *
+         (p.dbias_row_stride ? int64_t{f.seqlen_q} : 1) *
+         (p.dbias_col_stride ? int64_t{f.seqlen_kv} : 1);
+}
+
 }  // namespace
 
+void zero_dbias(const BwdParams& p, cudaStream_t stream) {
+  const size_t bytes = static_cast<size_t>(elements_of(p)) * sizeof(float);
+  check_cuda(cudaMemsetAsync(p.dbias, 0, bytes, stream), "cudaMemsetAsync");
+}
+
 void launch_bwd_dbias(const BwdParams& p, const BwdWorkspace& ws, cudaStream_t stream) {
-  const FwdParams& f = p.fwd;
-  const int64_t elements = (p.dbias_batch_stride ? int64_t{f.batch} : 1) *
-                           (p.dbias_head_stride ? int64_t{f.num_heads_q} : 1) *
-                           (p.dbias_row_stride ? int64_t{f.seqlen_q} : 1) *
-                           (p.dbias_col_stride ? int64_t{f.seqlen_kv} : 1);
+  const int64_t elements = elements_of(p);
   launch_kernel(bwd_dbias_kernel, ceil_div(elements, int64_t{kDbiasThreads}), kDbiasThreads, 0,
                 stream, p, static_cast<const float*>(ws.dbias), elements);
 }

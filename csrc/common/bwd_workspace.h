@@ -106,6 +106,8 @@ void launch_bwd_preprocess(const BwdParams& params, const BwdWorkspace& workspac
                            cudaStream_t stream);
 // dsink, from lse_log2 and row_dot (bwd_preprocess.cu).
 void launch_bwd_sink(const BwdParams& params, const BwdWorkspace& workspace, cudaStream_t stream);
+// Zeroes params.dbias, where scores are added to it (bwd_dbias.cu).
+void zero_dbias(const BwdParams& params, cudaStream_t stream);
 // params.dbias from workspace.dbias (bwd_dbias.cu).
 void launch_bwd_dbias(const BwdParams& params, const BwdWorkspace& workspace, cudaStream_t stream);
 

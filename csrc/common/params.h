@@ -126,7 +126,7 @@ struct BwdParams {
 
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // like q, k, v; null where not wanted
   Stride dq_stride, dk_stride, dv_stride;
-  float* dbias = nullptr;  // float32, shaped like bias, contiguous; zeroed by the binding
+  float* dbias = nullptr;  // float32, shaped like bias, contiguous
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0, dbias_col_stride = 0;
   float* dsink = nullptr;  // (num_heads_q) float32; zeroed by the binding
 

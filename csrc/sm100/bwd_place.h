@@ -21,6 +21,8 @@ inline void place_dbias(BwdParams& params, const BwdWorkspace& workspace, cudaSt
     params.dbias_row_stride = p.seqlen_kv;
     params.dbias_head_stride = params.dbias_row_stride * p.seqlen_q;
     params.dbias_batch_stride = params.dbias_head_stride * p.num_heads_q;
+  } else {
+    zero_dbias(params, stream);
   }
   params.dbias_shared = dbias_is_shared(params);
 }

@@ -11,17 +11,6 @@
 
 namespace flash_cuda::sm90 {
 
-// Boxes of 64 columns and `rows` rows of (head_dim, rows, heads, batch).
-inline CUtensorMap bwd_map(const void* base, Stride stride, int64_t head_dim, int64_t rows,
-                           int64_t heads, int64_t batch, int box_rows, DType dtype) {
-  return make_tensor_map({base,
-                          {head_dim, rows, heads, batch},
-                          {stride.row, stride.head, stride.batch},
-                          {64, box_rows, 1, 1},
-                          128},
-                         dtype);
-}
-
 template <class Tile>
 int bwd_kv_blocks(const FwdParams& p) {
   return p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
@@ -30,9 +19,9 @@ int bwd_kv_blocks(const FwdParams& p) {
 
 // To how many tasks ("parts") the query heads of a KV head are dealt out. Each has gradients of K
 // and V of its own, to be summed: so as few as keep all thread blocks busy. Tasks of unequal length
-// (under a mask the longest is about twice the mean) need two a block to even out, twice as many
-// rounds in deterministic mode, where the longest come last; and they drift apart, so that more
-// than four heads of Q and dO would leave the L2 cache between two of them.
+// (under a mask the longest is about twice the mean) need two a block to even out; and they drift
+// apart, so that more than four heads of Q and dO would leave the L2 cache between two of them. In
+// deterministic mode more than two would wait for each other.
 template <class Tile>
 int group_splits(const BwdParams& params) {
   const FwdParams& p = params.fwd;
@@ -40,11 +29,12 @@ int group_splits(const BwdParams& params) {
   const int64_t tasks =
       int64_t(bwd_kv_blocks<Tile>(p)) * p.num_heads_kv * (p.cu_seqlens_k ? 1 : p.batch);
   const bool uneven = p.window_right != kUnbounded || p.cu_seqlens_k;
-  const double rounds = !uneven ? 1.0 : params.deterministic ? 8.0 : 2.0;
+  const double rounds = uneven ? 2.0 : 1.0;
+  const int most_heads = params.deterministic ? 2 : 4;
   double best = 0.0;
   int splits = 1;
   for (int s = 1; s <= group; ++s) {
-    if (group % s != 0 || (uneven && group > 4 * s)) continue;
+    if (group % s != 0 || (uneven && group > most_heads * s)) continue;
     const double waves = double(tasks) * s / p.num_sms;
     const double busy = uneven ? std::fmin(waves / rounds, 1.0) : waves / std::ceil(waves);
     if (busy > 1.1 * best) {
@@ -87,14 +77,18 @@ inline void direct_dbias(BwdArgs& args, cudaStream_t stream) {
   const FwdParams& p = params.fwd;
   if (!params.dbias) return;
   if (args.work.dbias) {
-    check_cuda(cudaMemsetAsync(args.work.dbias, 0, args.work.dbias_bytes(p), stream),
-               "cudaMemsetAsync");
+    if (!bwd_tiles_all_scores(params)) {
+      check_cuda(cudaMemsetAsync(args.work.dbias, 0, args.work.dbias_bytes(p), stream),
+                 "cudaMemsetAsync");
+    }
     params.dbias = args.work.dbias;
     int64_t& row = params.dbias_row_stride == 0 ? args.dbias_block_stride : params.dbias_row_stride;
     row = p.seqlen_kv;
     params.dbias_col_stride = 1;
     params.dbias_head_stride = row * args.work.dbias_rows;
     params.dbias_batch_stride = params.dbias_head_stride * p.num_heads_q;
+  } else if (!bwd_tiles_all_scores(params) || dbias_is_shared(params)) {
+    zero_dbias(params, stream);
   }
   params.dbias_shared = dbias_is_shared(params);
 }
@@ -155,29 +149,46 @@ inline void redirect_to_parts(BwdArgs& args) {
   redirect(args.params.dv, args.params.dv_stride, args.work.dv_parts, p.head_dim_v);
 }
 
+// Whether lengths are on the device, so that a sequence may end before its tensor does.
+inline bool bwd_has_lengths(const FwdParams& p) {
+  return p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q || p.seqused_k;
+}
+
+// `rows`: how the maps find the rows of a sequence. Those of a tile that clips stop at its end; for
+// the others the kernel zeroes the rows behind it.
 template <class Tile>
-BwdMaps bwd_maps(const BwdArgs& args) {
-  const BwdParams& params = args.params;
-  const FwdParams& p = params.fwd;
+BwdMaps bwd_maps(const BwdArgs& args, BwdRowMaps& rows) {
+  const BwdParams& g = args.params;
+  const FwdParams& p = g.fwd;
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
-  const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
-  const int64_t rows_kv = packed_kv ? p.total_kv : p.seqlen_kv, batch_kv = packed_kv ? 1 : p.batch;
-  const auto of_q = [&](const void* base, const Stride& stride, int columns) {
-    return bwd_map(base, stride, columns, rows_q, p.num_heads_q, batch_q, Tile::kBlockQ, p.dtype);
+  const auto map = [&](const MapSource& source, bool packed, bool clipped, int box_rows,
+                       RowMap& of) {
+    if (Tile::kClips) of = row_map(source, packed, clipped);
+    return rows_tensor_map(source, of, 64, box_rows, p.dtype);
+  };
+  const auto of_q = [&](const void* base, const Stride& stride, int columns, RowMap& of) {
+    return map({base, stride, columns, packed_q ? p.total_q : p.seqlen_q, p.num_heads_q,
+                packed_q ? 1 : p.batch},
+               packed_q, p.seqused_q, Tile::kBoxRowsQ, of);
   };
   const auto of_kv = [&](const void* base, const Stride& stride, int columns, int heads,
-                         int box_rows) {
-    return bwd_map(base, stride, columns, rows_kv, heads, batch_kv, box_rows, p.dtype);
+                         bool clipped, int box_rows, RowMap& of) {
+    return map({base, stride, columns, packed_kv ? p.total_kv : p.seqlen_kv, heads,
+                packed_kv ? 1 : p.batch},
+               packed_kv, clipped, box_rows, of);
   };
-  constexpr int kOutRows = Tile::kBlockKV / Tile::kConsumerWarpgroups;
+  const auto out = [&](void* base, const Stride& stride, int columns, RowMap& of) {
+    return of_kv(base, stride, columns, args.parts, false, Tile::kKeys, of);
+  };
   BwdMaps maps{};
-  maps.q = of_q(p.q, p.q_stride, p.head_dim);
-  maps.dout = of_q(params.dout, params.dout_stride, p.head_dim_v);
-  const int heads = p.num_heads_kv, parts = args.parts;
-  maps.k = of_kv(p.k, p.k_stride, p.head_dim, heads, Tile::kBlockKV);
-  maps.v = of_kv(p.v, p.v_stride, p.head_dim_v, heads, Tile::kBlockKV);
-  if (params.dk) maps.dk = of_kv(params.dk, params.dk_stride, p.head_dim, parts, kOutRows);
-  if (params.dv) maps.dv = of_kv(params.dv, params.dv_stride, p.head_dim_v, parts, kOutRows);
+  maps.q = of_q(p.q, p.q_stride, p.head_dim, rows.q);
+  maps.dout = of_q(g.dout, g.dout_stride, p.head_dim_v, rows.dout);
+  maps.k =
+      of_kv(p.k, p.k_stride, p.head_dim, p.num_heads_kv, p.seqused_k, Tile::kBoxRowsKV, rows.k);
+  maps.v =
+      of_kv(p.v, p.v_stride, p.head_dim_v, p.num_heads_kv, p.seqused_k, Tile::kBoxRowsKV, rows.v);
+  if (g.dk) maps.dk = out(g.dk, g.dk_stride, p.head_dim, rows.dk);
+  if (g.dv) maps.dv = out(g.dv, g.dv_stride, p.head_dim_v, rows.dv);
   if (Tile::kBiasStages > 0) bias_maps(args, maps);
   return maps;
 }
@@ -192,6 +203,19 @@ void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) 
   LaunchShape shape{dim3(static_cast<unsigned>(blocks)), Tile::kThreads, kSmemBytes};
   shape.after_dependency = true;
   launch_kernel(kernel, shape, stream, maps, args);
+}
+
+// The first section whose tasks begin with low keys. Deterministic mode begins with high keys,
+// since under a causal mask no task then waits for one that was drawn before it, though the longest
+// tasks come last. In the last of several sections they come first all the same: its tasks are
+// drawn one by one as those before it end, far enough apart that few wait, and the call ends with
+// short ones.
+inline int first_down(const BwdArgs& args) {
+  const FwdParams& p = args.params.fwd;
+  if (!args.params.deterministic) return 0;
+  const bool grow = p.window_right != kUnbounded && p.window_left == kUnbounded;  // to low keys
+  const int sections = args.num_sections();
+  return grow && !p.attention_chunk && sections > 1 ? sections - 1 : sections;
 }
 
 // What all kernels of a call are told. `units`: thread blocks, or clusters of them, at a time.
@@ -218,17 +242,16 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
   args.sections_of = (p.cu_seqlens_k ? 1 : p.batch) * args.parts;
   args.heads_per_section =
       heads_per_section(args.params.fwd, args.sections_of, args.kv_blocks, splits);
-  // Deterministic mode goes from high keys to low. Where a step is long beside the time that a turn
-  // takes to pass on, the KV blocks of a head follow each other closely; short rows of head dim 64
-  // wait less where blocks of other heads come in between.
-  if (params.deterministic && Tile::kHeadDim > 128 && p.window_right != kUnbounded) {
-    args.heads_per_section = 1;
-  } else if (params.deterministic && Tile::kHeadDim == 64) {
+  // In deterministic mode short rows of head dim 64 wait less where blocks of other heads come in
+  // between.
+  if (params.deterministic && Tile::kHeadDim == 64) {
     args.heads_per_section = min_of(2 * args.heads_per_section, args.sections_of);
   }
+  args.batch_inner = Tile::kBiasStages > 0 && p.bias && p.bias_batch_stride == 0;
   // A task that is drawn and not begun keeps others waiting.
   args.draw_at = params.deterministic ? 2 : Tile::kHeadDim > 128 ? 8 : 4;
   args.num_tasks = args.kv_blocks * args.sections_of;
+  args.first_down = first_down(args);
   args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
   args.sections_ahead = any_gemm(args) ? sections_ahead(args) : 0;
   // In deterministic mode a conversion that waits would hold up turns; long rows gain nothing.
@@ -271,7 +294,8 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   launch_passes<Tile, kDType>(args, params, stream, [&] {
     BwdArgs main_args = args;
     if (args.splits > 1) redirect_to_parts(main_args);
-    const BwdMaps maps = bwd_maps<Tile>(main_args);
+    BwdRowMaps rows;
+    const BwdMaps maps = bwd_maps<Tile>(main_args, rows);
     if (Tile::kBiasStages > 0 ? params.fwd.softcap != 0.0f : bwd_is_general(params.fwd)) {
       launch_main<Tile, kDType, true>(maps, main_args, stream);
     } else {
@@ -287,9 +311,9 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
 
 // Runs `call` with the tile that serves the call. Head dim 96 has none with a bias and refuses.
 template <int kHeadDim, class Call>
-auto with_bwd_tile(const FwdParams& p, const Call& call) {
+auto with_bwd_tile(const BwdParams& params, const Call& call) {
   if constexpr (kHeadDim != 96) {
-    if (bwd_has_bias_tile(p)) return call(BwdBiasTile<kHeadDim>{});
+    if (bwd_has_bias_tile(params)) return call(BwdBiasTile<kHeadDim>{});
   }
   return call(BwdTile<kHeadDim>{});
 }
@@ -297,12 +321,12 @@ auto with_bwd_tile(const FwdParams& p, const Call& call) {
 template <DType kDType, int kHeadDim>
 void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   with_bwd_tile<kHeadDim>(
-      params.fwd, [&](auto tile) { launch_bwd_tile<decltype(tile), kDType>(params, stream); });
+      params, [&](auto tile) { launch_bwd_tile<decltype(tile), kDType>(params, stream); });
 }
 
 template <int kHeadDim>
 size_t bwd_workspace_bytes(const BwdParams& params) {
-  return with_bwd_tile<kHeadDim>(params.fwd, [&](auto tile) {
+  return with_bwd_tile<kHeadDim>(params, [&](auto tile) {
     using Tile = decltype(tile);
     return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, kHeadDim,
                                  group_splits<Tile>(params));

@@ -125,9 +125,8 @@ __global__ void __launch_bounds__(kPassThreads)
     args.work.delta[work_row + threadIdx.x] = empty ? 0.0f : dlse - deltas[threadIdx.x];
   }
   // The main kernel zeroes the sums of later sections itself.
-  const int bh = s.q_batch * p.num_heads_q + head;
   if (!args.sections_ahead ||
-      bh * args.q_blocks < args.first_item_of_section(args.sections_ahead)) {
+      args.item_of(s.q_batch, head) < args.first_item_of_section(args.sections_ahead)) {
     float4* sums = reinterpret_cast<float4*>(args.work.dq + work_row * Tile::kHeadDim);
 #pragma unroll 4
     for (int i = threadIdx.x; i < Tile::kBlockQ * Tile::kHeadDim / 4; i += kPassThreads) {

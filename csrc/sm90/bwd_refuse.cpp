@@ -47,8 +47,9 @@ const char* refuse_layout(const BwdParams& params) {
 }
 
 // Rows of the bias, and of its gradient in float32, are whole 16-byte units, or there is only one.
-bool bias_in_units(const FwdParams& p) {
-  if (p.bias_row_stride == 0) return true;
+bool bias_in_units(const BwdParams& params) {
+  const FwdParams& p = params.fwd;
+  if (p.bias_row_stride == 0) return params.dbias_row_stride == 0 || p.seqlen_kv % 4 == 0;
   const int bytes = p.bias_dtype == DType::kFloat32 ? 4 : 2;
   const auto fits = [&](int64_t stride) {
     return stride >= 0 && stride * bytes % 16 == 0 && stride < (int64_t(1) << 38);
@@ -60,8 +61,17 @@ bool bias_in_units(const FwdParams& p) {
 
 }  // namespace
 
-bool bwd_has_bias_tile(const FwdParams& p) {
-  return p.bias ? bias_in_units(p) : p.softcap != 0.0f && p.alibi_slopes;
+bool bwd_has_bias_tile(const BwdParams& params) {
+  const FwdParams& p = params.fwd;
+  return p.bias ? bias_in_units(params) : p.softcap != 0.0f && p.alibi_slopes;
+}
+
+bool bwd_tiles_all_scores(const BwdParams& params) {
+  const FwdParams& p = params.fwd;
+  const bool masked = p.window_left != kUnbounded || p.window_right != kUnbounded ||
+                      p.attention_chunk > 0 || p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q ||
+                      p.seqused_k;
+  return p.bias && bwd_has_bias_tile(params) && params.dbias_row_stride != 0 && !masked;
 }
 
 const char* refuse_bwd(const BwdParams& params) {
@@ -75,7 +85,7 @@ const char* refuse_bwd(const BwdParams& params) {
   if (p.block_table || p.cache_batch_idx || p.leftpad_k) {
     return "block_table, cache_batch_idx and leftpad_k have no backward";
   }
-  if (p.softcap != 0.0f && p.bias && !bias_in_units(p)) {
+  if (p.softcap != 0.0f && p.bias && !bias_in_units(params)) {
     return "softcap with a bias whose rows are not 16-byte aligned is served by sm80";
   }
   // Masked scores are an infinity that the scale makes negative.
@@ -85,7 +95,7 @@ const char* refuse_bwd(const BwdParams& params) {
 
 const char* refuse_bwd_hdim96(const BwdParams& params) {
   if (const char* why = refuse_bwd(params)) return why;
-  if (bwd_has_bias_tile(params.fwd)) return "tiles of bias are served by head dim 128";
+  if (bwd_has_bias_tile(params)) return "tiles of bias are served by head dim 128";
   return nullptr;
 }
 

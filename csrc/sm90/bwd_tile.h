@@ -22,6 +22,9 @@ struct BwdTileShape {
   static constexpr bool kDkInHalves = kDkInHalves_;            // with dV, else dV alone
   static constexpr int kBiasStages = kBiasStages_;            // tiles of bias and its gradient
   static constexpr int kConsumerWarpgroups = 2;
+  static constexpr int kKeys = kBlockKV / kConsumerWarpgroups;  // of a warpgroup
+  static constexpr int kBoxRowsQ = kBlockQ, kBoxRowsKV = kBlockKV;  // of the tensor maps
+  static constexpr bool kClips = false;
   static constexpr int kPanels = (kHeadDim + 63) / 64;  // of 64 columns, of an operand tile
   // How the warpgroups share dQ: 64 rows each, half of the columns each, or, where those would be
   // no multiple of 32, the whole block in turns (the first takes the steps of stage 0).

@@ -24,6 +24,7 @@ struct BwdWideWarpgroup {
   static constexpr bool kBf16 = kDType == DType::kBFloat16;
   static constexpr int kScores = Tile::kBlockQ / 2;  // accumulators a thread of a 64 x 64 tile
   static constexpr int kDqCols = Tile::dq_cols(kWarpgroup);
+  static constexpr bool kBias = Tile::kBiasStages > 0;
   static constexpr int kDq = kDqCols / 2;  // of 64 rows x its columns of dQ
   using Smem = BwdWideSmem<Tile>;
   static constexpr int kStaging = Smem::kStaging + kWarpgroup * Smem::kStagingBytes;
@@ -103,9 +104,36 @@ struct BwdWideWarpgroup {
     }
   }
 
-  // Hands dQ to a store warp: 16 bytes a thread and column group, in accumulator order.
+  // To the store warp that serves a step: the staging buffer is written, or a bias read from it.
+  __device__ void hand_to_store(int step) const {
+    const int warp = args.base.params.deterministic ? step & 1 : kWarpgroup;
+    ptx::named_barrier_arrive(kWideFull + kWarpgroup + 2 * warp, 160);
+  }
+  __device__ void wait_staging() const { ptx::named_barrier_sync(kWideEmpty + kWarpgroup, 160); }
+  __device__ bool bias_tiles() const {
+    return kBias && kWarpgroup == 0 && args.base.bias_read == BiasAccess::kTiles;
+  }
+  // A thread's share of the bias of a step, or of its gradient.
+  __device__ BwdBiasPart<kDType> bias_part(int q0, int group) const {
+    return {args.base,
+            task->mask,
+            task->sequence,
+            task->first_q_head() + group,
+            smem + kStaging,
+            thread,
+            static_cast<int>(task->kv0 + rank * Tile::kKeys),
+            q0};
+  }
+
+  // Hands dQ to a store warp: 16 bytes a thread and column group, in accumulator order. The buffer
+  // is free, or the warpgroup has read from it the bias of the next step (kMore).
+  template <bool kMore>
   __device__ void stage_dq(const float (&dq)[kDq], int step) const {
-    ptx::named_barrier_sync(kWideEmpty + kWarpgroup, 160);
+    if (kMore && bias_tiles()) {
+      ptx::named_barrier_sync(kWideBiasRead, 128);
+    } else {
+      wait_staging();
+    }
     const uint32_t staging = smem + kStaging + thread * 16;
 #pragma unroll
     for (int i = 0; i < kDq / 4; ++i) {
@@ -114,8 +142,7 @@ struct BwdWideWarpgroup {
                             __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])});
     }
     ptx::fence_proxy_async_shared();
-    const int warp = args.base.params.deterministic ? step & 1 : kWarpgroup;
-    ptx::named_barrier_arrive(kWideFull + kWarpgroup + 2 * warp, 160);
+    hand_to_store(step);
   }
 
   // Hands dK or dV to the store warp, two panels at a time.
@@ -125,7 +152,7 @@ struct BwdWideWarpgroup {
     const uint32_t base = smem + kStaging + row * 128;
 #pragma unroll
     for (int p = 0; p < kDim / 64; p += 2) {
-      ptx::named_barrier_sync(kWideEmpty + kWarpgroup, 160);
+      wait_staging();
 #pragma unroll
       for (int c = 0; c < 8 && p * 4 + c < kDim / 16; ++c) {
         const int chunk = (c % 4) * 2 + lane() / 16;
@@ -163,7 +190,7 @@ struct BwdWideWarpgroup {
       if (steps) kv_phase ^= 1;
       out();
     }
-    ptx::named_barrier_sync(kWideEmpty + kWarpgroup, 160);  // the store warp's last arrival
+    wait_staging();  // the store warp's last arrival
   }
 };
 

@@ -1,7 +1,6 @@
 // The warpgroup of the scores' gradients: dP, dS, dK and its columns of dQ.
 #pragma once
 
-#include "sm90/bwd_bias.cuh"
 #include "sm90/bwd_wide_consumer.cuh"
 
 namespace flash_cuda::sm90 {
@@ -12,7 +11,7 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
   using Base = BwdWideWarpgroup<Tile, kDType, 1>;
   using Smem = typename Base::Smem;
   using Base::args, Base::task, Base::smem, Base::rank, Base::thread;
-  using Base::bars, Base::lane, Base::warp, Base::kScores, Base::kDq;
+  using Base::bars, Base::lane, Base::warp, Base::kScores, Base::kDq, Base::kBias;
 
   float dk[Tile::kHeadDim / 2], dp[kScores];
   uint32_t ds16[kScores / 8][4];  // A operand of dK, one row a k-step
@@ -71,6 +70,17 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
               task->sequence, task->first_q_head() + group, q0 + 2 * (lane() % 4), this->key());
   }
 
+  // The same by way of the staging buffer.
+  __device__ void stage_bias_gradient(int step, int q0, int group) const {
+    const BiasAccess access = args.base.bias_write;
+    if (access == BiasAccess::kNone) return;
+    const BwdBiasPart<kDType> part = this->bias_part(q0, group);
+    if (access == BiasAccess::kKeys) return part.add_to_keys(dp, q0 / Tile::kBlockQ);
+    this->wait_staging();
+    part.stage(dp);
+    this->hand_to_store(step);
+  }
+
   // Of Q block q0.
   __device__ void step(int step, int q0, int group) {
     const RingStep<Tile::kDoutStages> dout(step);
@@ -93,7 +103,11 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
     ptx::wgmma_fence();
     this->template gemm_out<Tile::kHeadDim>(dk, ds16, smem + Smem::kQ + q.stage * Smem::kTileBytes);
     ptx::wgmma_commit_group();
-    if constexpr (kGeneral) bias_gradient(q0, group);
+    if constexpr (kBias) {
+      stage_bias_gradient(step, q0, group);
+    } else if constexpr (kGeneral) {
+      bias_gradient(q0, group);
+    }
     float dq[kDq];
     ptx::mbarrier_wait(bars().ds_full(), step & 1);
     ptx::wgmma_fence();
@@ -106,7 +120,7 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
     ptx::wgmma_wait_group<0>();
     ptx::pin(dq);
     this->release(bars().ds_empty());
-    this->stage_dq(dq, step);
+    this->template stage_dq<false>(dq, step);
   }
 
   __device__ void run(uint8_t* smem_ptr) {

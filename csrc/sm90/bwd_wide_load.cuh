@@ -8,6 +8,7 @@
 #include "ptx/named_barrier.h"
 #include "ptx/red.h"
 #include "ptx/tma.h"
+#include "sm90/bwd_bias_tile.cuh"
 #include "sm90/bwd_wide_smem.cuh"
 
 namespace flash_cuda::sm90 {
@@ -15,7 +16,7 @@ namespace flash_cuda::sm90 {
 // The kernel's arguments beside the tensor maps.
 struct BwdWideArgs {
   BwdArgs base;
-  RowMap q, dout, k, v, dk, dv;  // how the maps find the rows of a sequence
+  BwdRowMaps rows;
 };
 
 // One thread: K and V of the own keys, and of the peer's keys the columns that dQ needs here.
@@ -28,7 +29,7 @@ __device__ __forceinline__ void bwd_wide_load_kv(const BwdWideArgs& args, const 
   const auto locate = [&](const RowMap& map) {
     return map.locate(task.kv_row0, task.mask.seqlen_kv, task.kv_head, task.kv_batch);
   };
-  const MapRows k = locate(args.k), v = locate(args.v);
+  const MapRows k = locate(args.rows.k), v = locate(args.rows.v);
   const int own = task.kv0 + rank * Tile::kKeys, peers = task.kv0 + (rank ^ 1) * Tile::kKeys;
   ptx::mbarrier_arrive_expect_tx(bar, Smem::kTileBytes + Smem::kTileBytesV + Smem::kPeerBytes);
 #pragma unroll
@@ -86,14 +87,14 @@ __device__ __forceinline__ void bwd_wide_load_steps(const BwdWideArgs& args, con
     ptx::mbarrier_wait(bars.q_empty(q.stage), q.phase ^ 1);
     bwd_wide_load_rows<Tile, Tile::kPanels, kClipped>(
         maps.q, work.lse2 + row, smem + Smem::kQ + q.stage * Smem::kTileBytes,
-        smem + Smem::kLse + q.stage * Smem::kRowBytes, bars.q_full(q.stage), locate(args.q), q0,
-        rank);
+        smem + Smem::kLse + q.stage * Smem::kRowBytes, bars.q_full(q.stage), locate(args.rows.q),
+        q0, rank);
     const RingStep<Tile::kDoutStages> dout(step);
     ptx::mbarrier_wait(bars.dout_empty(dout.stage), dout.phase ^ 1);
     bwd_wide_load_rows<Tile, Tile::kPanelsV, kClipped>(
         maps.dout, work.delta + row, smem + Smem::kDout + dout.stage * Smem::kTileBytesV,
         smem + Smem::kDelta + dout.stage * Smem::kRowBytes, bars.dout_full(dout.stage),
-        locate(args.dout), q0, rank);
+        locate(args.rows.dout), q0, rank);
   }
 }
 
@@ -198,6 +199,10 @@ template <class Tile, int kWarpgroup, bool kClipped>
 struct BwdWideStore {
   using Smem = BwdWideSmem<Tile>;
   static constexpr int kHalf = Tile::kBlockQ * Tile::kHeadDim / 2;  // floats of a block's dQ
+  // Deterministic mode: the second warpgroup's buffer is handed back when both parts are on their
+  // way, which leads to the end of a step sooner; in the shorter steps of smaller head dims as soon
+  // as it has been read.
+  static constexpr bool kTogether = Tile::kHeadDim > 192;
   template <int kOf>
   static constexpr int kPartBytes = Tile::kBlockQ * Tile::dq_cols(kOf) * 4;
   const BwdWideArgs& args;
@@ -212,45 +217,111 @@ struct BwdWideStore {
     ptx::named_barrier_arrive(kWideEmpty + warpgroup, 160);
   }
 
-  // A warpgroup's columns, to a block's half of the sums of a row block.
-  template <int kOf>
-  __device__ void add_part(float* half) const {
+  // The first warpgroup's buffer is free: for the bias of step `ahead`, if there is one, else for
+  // the warpgroup.
+  __device__ void grant(const BwdMaps& maps, uint32_t smem, const BwdTask<Tile>& task,
+                        const BwdSteps<Tile>& ahead) const {
+    if (ahead.left <= 0) return hand_back(0);
     if (leader()) {
-      ptx::bulk_reduce_add_f32(half + bwd_wide_dq_col<Tile, kOf>(rank) * Tile::kBlockQ,
-                               staging + kOf * Smem::kStagingBytes, kPartBytes<kOf>,
-                               ptx::kEvictLast);
-      ptx::bulk_commit_group();
-      ptx::bulk_wait_group_read<0>();
+      load_bias_panels<2>(args.base, maps, staging,
+                          BwdWideBarriers{smem + Smem::kBarriers}.bias_full(), task.sequence,
+                          task.first_q_head() + ahead.group, task.kv0 + rank * Tile::kKeys,
+                          ahead.q_block * Tile::kBlockQ);
     }
-    hand_back(kOf);
+    __syncwarp();
   }
 
-  __device__ void add_dq(const BwdTask<Tile>& task) {
+  // dS of a step to the gradient of the bias, by way of the second warpgroup's buffer.
+  __device__ void add_dbias(const BwdMaps& maps, const BwdTask<Tile>& task,
+                            const BwdSteps<Tile>& at) const {
+    wait_full(1);
+    if (leader()) {
+      store_dbias_part(args.base.params, maps.dbias, staging + Smem::kStagingBytes, task.sequence,
+                       task.first_q_head() + at.group, task.kv0 + rank * Tile::kKeys,
+                       at.q_block * Tile::kBlockQ);
+      ptx::bulk_wait_group_read<0>();
+    }
+    hand_back(1);
+  }
+
+  // One thread: a warpgroup's columns, to a block's half of the sums of a row block.
+  template <int kOf>
+  __device__ void add_part(float* half) const {
+    ptx::bulk_reduce_add_f32(half + bwd_wide_dq_col<Tile, kOf>(rank) * Tile::kBlockQ,
+                             staging + kOf * Smem::kStagingBytes, kPartBytes<kOf>, ptx::kEvictLast);
+    ptx::bulk_commit_group();
+  }
+
+  // Deterministic mode: both parts of a block's half of the sums. `done`: a buffer has been read.
+  template <class Done>
+  __device__ void add_in_turn(float* sums, int* turn, int mine, const Done& done) const {
+    wait_full(1);  // comes first
+    if (leader()) {
+      wait_for_turn(turn, mine);
+      add_part<1>(sums);
+      if (!kTogether) ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    if (!kTogether) done(1);
+    wait_full(0);
+    if (leader()) {
+      add_part<0>(sums);
+      if (kTogether) ptx::bulk_wait_group_read<1>();
+    }
+    if (kTogether) {
+      __syncwarp();
+      done(1);
+    }
+    if (leader()) ptx::bulk_wait_group_read<0>();
+    done(0);
+    if (leader()) {
+      ptx::bulk_wait_group<0>();
+      pass_turn(turn, mine);
+    }
+    __syncwarp();
+  }
+
+  __device__ void add_dq(const BwdMaps& maps, uint32_t smem, const BwdTask<Tile>& task) {
     const BwdWorkspace& work = args.base.work;
+    constexpr bool kBias = Tile::kBiasStages > 0;
+    const bool tiles = kBias && args.base.bias_read == BiasAccess::kTiles;
+    const bool dbias_tiles = kBias && args.base.bias_write == BiasAccess::kTiles;
     if (leader()) wait_zeroed(args.base, task.section, 2);
+    BwdSteps at(task), ahead(task);  // the step whose bias is to be loaded
+    if (tiles && at.left > 0) {
+      const bool mine = work.dq_turn ? (step & 1) == kWarpgroup : kWarpgroup == 0;
+      for (int i = 0; i < 2; ++i, ahead.next()) {
+        if (!mine) continue;
+        wait_full(0);
+        grant(maps, smem, task, ahead);
+      }
+    }
+    const auto done = [&](int of) {
+      if (tiles && of == 0) {
+        grant(maps, smem, task, ahead);
+      } else {
+        hand_back(of);
+      }
+    };
 #pragma unroll 1
-    for (BwdSteps at(task); at.left > 0; at.next()) {
+    for (; at.left > 0; at.next(), ahead.next()) {
       const int64_t half = 2 * ((task.first_q_head() + at.group) * work.row_blocks +
                                 task.row_block_base + at.q_block) +
                            rank;
+      float* const sums = work.dq + half * kHalf;
       if (!work.dq_turn) {
+        if (kWarpgroup == 1 && dbias_tiles) add_dbias(maps, task, at);
         wait_full(kWarpgroup);
-        add_part<kWarpgroup>(work.dq + half * kHalf);
+        if (leader()) {
+          add_part<kWarpgroup>(sums);
+          ptx::bulk_wait_group_read<0>();
+        }
+        done(kWarpgroup);
         continue;
       }
       if ((step++ & 1) != kWarpgroup) continue;
-      int* const turn = work.dq_turn + half;
-      const int mine = task.turn(at.q_block);
-      wait_full(1);  // comes first
-      if (leader()) wait_for_turn(turn, mine);
-      add_part<1>(work.dq + half * kHalf);
-      wait_full(0);
-      add_part<0>(work.dq + half * kHalf);
-      if (leader()) {
-        ptx::bulk_wait_group<0>();
-        pass_turn(turn, mine);
-      }
-      __syncwarp();
+      if (dbias_tiles) add_dbias(maps, task, at);
+      add_in_turn(sums, work.dq_turn + half, task.turn(at.q_block), done);
     }
   }
 
@@ -285,11 +356,11 @@ struct BwdWideStore {
       ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
       const BwdTask<Tile>& task = bwd_wide_task_at<Tile>(smem_ptr, tasks.slot);
       if (task.none) return;
-      add_dq(task);
+      add_dq(maps, smem, task);
       if constexpr (kWarpgroup == 0) {
-        if (p.dv) store_out<Tile::kPanelsV>(maps.dv, args.dv, task);
+        if (p.dv) store_out<Tile::kPanelsV>(maps.dv, args.rows.dv, task);
       } else {
-        if (p.dk) store_out<Tile::kPanels>(maps.dk, args.dk, task);
+        if (p.dk) store_out<Tile::kPanels>(maps.dk, args.rows.dk, task);
       }
       __syncwarp();
       if (leader()) ptx::mbarrier_arrive(bars.task_empty(tasks.slot));

@@ -1,7 +1,6 @@
 // The warpgroup of the probabilities: S, P, dV and its columns of dQ.
 #pragma once
 
-#include "sm90/bwd_bias.cuh"
 #include "sm90/bwd_wide_consumer.cuh"
 
 namespace flash_cuda::sm90 {
@@ -12,7 +11,7 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
   using Base = BwdWideWarpgroup<Tile, kDType, 0>;
   using Smem = typename Base::Smem;
   using Base::args, Base::task, Base::smem, Base::rank, Base::thread;
-  using Base::bars, Base::lane, Base::warp, Base::kScores, Base::kDq;
+  using Base::bars, Base::lane, Base::warp, Base::kScores, Base::kDq, Base::kBias;
 
   float dv[Tile::kHeadDimV / 2], scores[kScores];
   uint32_t p16[kScores / 8][4];    // A operand of dV, one row a k-step
@@ -72,6 +71,27 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     if (p.bias) add_bias<kDType>(scores, p, task->mask, task->sequence, head, q, key);
   }
 
+  // With a tile of bias: products to scores.
+  __device__ void add_bias_tile(int step, int q0, int group) {
+    const BwdBiasPart<kDType> part = this->bias_part(q0, group);
+    const auto add = [&](int j, const float (&b)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[4 * j + e] = fmaf(scores[4 * j + e], args.base.to_score, b[e]);
+      }
+    };
+    if (this->bias_tiles()) {
+      ptx::mbarrier_wait(bars().bias_full(), step & 1);
+      part.for_tile(add);
+    } else {
+      part.for_keys(add);
+    }
+    if (!args.base.params.fwd.alibi_slopes) return;
+    const float slope = part.slope();
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = fmaf(-slope, part.away(i), scores[i]);
+  }
+
   // P^T = exp2(S^T * scale_log2 - lse2), twice in 16 bits: for dV, and as float16 for dS. With a
   // cap the derivative of tanh joins the latter.
   __device__ void probabilities() {
@@ -122,7 +142,11 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     ptx::wgmma_wait_group<0>();
     ptx::pin(scores);
     this->release(bars().q_empty(step & 1));
-    if constexpr (kGeneral) modify_scores(q0, group);
+    if constexpr (kBias) {
+      add_bias_tile(step, q0, group);
+    } else if constexpr (kGeneral) {
+      modify_scores(q0, group);
+    }
     if (masked) {
       mask_scores(q0);
       __syncwarp();
@@ -177,7 +201,7 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     ptx::pin(dq);
     this->release(bars().ds_empty());
     if constexpr (kMore) send_p(step + 1);
-    this->stage_dq(dq, step);
+    this->template stage_dq<kMore>(dq, step);
   }
 
   // A task's steps, of which there is at least one; `i` counts on through the tasks.
@@ -185,8 +209,13 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     const int full_begin = task->blocks.full_begin, full_end = task->blocks.full_end;
     BwdSteps at(*task);
     const auto masked = [&] { return at.q_block < full_begin || at.q_block >= full_end; };
+    if (this->bias_tiles()) {  // of the first step: the staging buffer is free
+      this->wait_staging();
+      this->hand_to_store(i);
+    }
     issue_scores(i);
     finish_scores(i, at.q_block * Tile::kBlockQ, 0, masked());
+    if (this->bias_tiles()) this->hand_to_store(i);
     send_p(i);
     clear();  // not before: the scores take its place
 #pragma unroll 1

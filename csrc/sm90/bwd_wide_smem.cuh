@@ -26,7 +26,8 @@ struct BwdWideBarriers {
   __device__ uint32_t near_end() const { return base + 136; }     // time to draw a task
   __device__ uint32_t index_full() const { return base + 144; }   // of the second block
   __device__ uint32_t index_empty() const { return base + 152; }  // of the first block
-  static constexpr int kCount = 20;
+  __device__ uint32_t bias_full() const { return base + 160; }
+  static constexpr int kCount = 21;
   static constexpr int kClusterWarps = 16;
   static constexpr int kTaskReaders = 11;  // warps
   __device__ void init() const {
@@ -43,6 +44,7 @@ struct BwdWideBarriers {
     ptx::mbarrier_init(near_end(), 1);
     ptx::mbarrier_init(index_full(), 1);
     ptx::mbarrier_init(index_empty(), 1);
+    ptx::mbarrier_init(bias_full(), 1);
     ptx::mbarrier_init(p_full(), 4);
     ptx::mbarrier_init(ds_full(), 4);
     ptx::mbarrier_init(ds_empty(), kClusterWarps);
@@ -91,8 +93,9 @@ __device__ __forceinline__ BwdTask<Tile>& bwd_wide_task_at(uint8_t* smem_ptr, in
 }
 
 enum BwdWideNamedBarrier : int {
-  kWideFull = 1,   // + warpgroup + 2 * store warp: dQ, dV or dK lies in the staging buffer
-  kWideEmpty = 5,  // + warpgroup: the buffer may be rewritten
+  kWideFull = 1,      // + warpgroup + 2 * store warp: dQ, dV or dK lies in the staging buffer
+  kWideEmpty = 5,     // + warpgroup: the buffer may be rewritten
+  kWideBiasRead = 7,  // a bias has been read from the buffer
 };
 
 }  // namespace flash_cuda::sm90

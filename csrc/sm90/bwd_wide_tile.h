@@ -5,14 +5,20 @@ namespace flash_cuda::sm90 {
 
 // A task is kBlockKV keys, half of them in each of the two thread blocks of a cluster; the names
 // that bwd_work.cuh and bwd_passes.cuh use.
-template <int kHeadDim_, int kHeadDimV_>
+template <int kHeadDim_, int kHeadDimV_, int kBiasStages_ = 0>
 struct BwdWideTile {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockQ = 64;
   static constexpr int kBlockKV = 128;
   static constexpr int kKeys = kBlockKV / 2;  // of a thread block
+  // Of the tensor maps: each block loads half of the rows of Q and dO. They end where a sequence
+  // does.
+  static constexpr int kBoxRowsQ = kBlockQ / 2, kBoxRowsKV = kKeys;
+  static constexpr bool kClips = true;
   static constexpr int kQStages = 2;
-  static constexpr int kBiasStages = 0;                       // the bias is read from memory
+  // The bias of a step, and dS as its gradient, pass through the staging buffers of dQ; else they
+  // are read from and written to memory.
+  static constexpr int kBiasStages = kBiasStages_;
   static constexpr int kDoutStages = kHeadDim > 192 ? 1 : 2;  // as many as fit
   static constexpr int kThreads = 384;
   static constexpr int kPanels = kHeadDim / 64, kPanelsV = kHeadDimV / 64;  // of 64 columns

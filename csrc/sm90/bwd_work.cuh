@@ -5,6 +5,7 @@
 
 #include "common/mask.h"
 #include "common/seqlen.h"
+#include "common/tma_rows.h"
 #include "ptx/fence.h"
 #include "ptx/mbarrier.h"
 #include "ptx/red.h"
@@ -16,6 +17,11 @@ struct BwdMaps {
   CUtensorMap q, k, v, dout;
   CUtensorMap dk, dv;  // written
   CUtensorMap bias, dbias;
+};
+
+// How the maps of q and dout, k and v, dk and dv find the rows of a sequence.
+struct BwdRowMaps {
+  RowMap q, dout, k, v, dk, dv;
 };
 
 // How the bias is read and its gradient written where there is room for a tile of it: in tiles by
@@ -49,6 +55,11 @@ struct BwdArgs {
   // next one's. Else 0.
   int64_t dbias_block_stride;
   BiasAccess bias_read, bias_write;
+  // Sections from this one on begin with low keys and walk their Q blocks downwards, those before
+  // it begin with high keys and walk upwards.
+  int first_down;
+  bool
+      batch_inner;  // the order of (batch, part) pairs: all batches of a head, which share its bias
 
   FLASH_CUDA_HOST_DEVICE int num_sections() const {
     return ceil_div(sections_of, heads_per_section);
@@ -65,11 +76,28 @@ struct BwdArgs {
   __device__ int first_item_of_section(int section) const {
     return min_of(section * heads_per_section, sections_of) * items_per_head();
   }
+  // The (batch, part) of a number in the order of the sections.
+  __device__ void pair(int number, int& b, int& part) const {
+    const int inner = batch_inner ? params.fwd.batch : parts;
+    const int outer = number / inner, rest = number - outer * inner;
+    b = batch_inner ? rest : outer;
+    part = batch_inner ? outer : rest;
+  }
+  // The first row block of a query head in that order.
+  __device__ int item_of(int b, int head) const {
+    const int group = params.fwd.num_heads_q / parts, part = head / group;
+    return ((batch_inner ? part * params.fwd.batch + b : b * parts + part) * group + head -
+            part * group) *
+           q_blocks;
+  }
   // Where a row block lies among those of its head.
   __device__ int64_t row_block_number(int item) const {
-    const int bh = item / q_blocks, b = bh / params.fwd.num_heads_q;
-    return (bh - b * params.fwd.num_heads_q) * work.row_blocks + b * q_blocks + item -
-           bh * q_blocks;
+    const int group = params.fwd.num_heads_q / parts;
+    const int line = item / q_blocks, number = line / group;
+    int b, part;
+    pair(number, b, part);
+    return (part * group + line - number * group) * work.row_blocks + b * q_blocks + item -
+           line * q_blocks;
   }
 };
 
@@ -174,6 +202,7 @@ struct BwdTask {
   // done; and since a task starts at its first Q block, under a causal mask those begun together
   // never meet.
   __device__ int turn(int q_block) const {
+    if (down) return kv0 / Tile::kBlockKV;
     const int last_q = min_of((q_block + 1) * Tile::kBlockQ, mask.seqlen_q) - 1;
     return (mask.kv_end(last_q) - 1) / Tile::kBlockKV - kv0 / Tile::kBlockKV;
   }
@@ -188,7 +217,7 @@ struct BwdSteps {
   int q_block, group = 0;  // and the place of the head in the group
   __device__ explicit BwdSteps(const BwdTask<Tile>& task)
       : begin(task.blocks.begin), end(task.blocks.end), left(task.num_steps()) {
-    if (BwdTask<Tile>::kNarrow && task.down) {
+    if (task.down) {
       begin = task.blocks.end - 1;
       end = task.blocks.begin - 1;
     }
@@ -196,7 +225,7 @@ struct BwdSteps {
   }
   __device__ void next() {
     --left;
-    q_block += BwdTask<Tile>::kNarrow && begin > end ? -1 : 1;
+    q_block += begin > end ? -1 : 1;
     if (q_block == end) {
       q_block = begin;
       ++group;
@@ -266,8 +295,8 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
   const int bh = section * args.heads_per_section + rest - kv_block * heads;
 
   constexpr bool kNarrow = BwdTask<Tile>::kNarrow;
-  if (kNarrow) t.down = !args.params.deterministic;
-  if (args.params.deterministic) kv_block = args.kv_blocks - 1 - kv_block;
+  t.down = section >= args.first_down;
+  if (args.params.deterministic && !t.down) kv_block = args.kv_blocks - 1 - kv_block;
 
   int b, part;
   if (p.cu_seqlens_k) {
@@ -275,8 +304,12 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
     b = sequence_of_block(p.cu_seqlens_k, p.batch, kv_block, Tile::kBlockKV);
     kv_block -= p.cu_seqlens_k[b] / Tile::kBlockKV + b;
   } else {
-    b = bh / args.parts;
-    part = bh - b * args.parts;
+    if constexpr (Tile::kBiasStages > 0) {
+      args.pair(bh, b, part);
+    } else {
+      b = bh / args.parts;
+      part = bh - b * args.parts;
+    }
   }
   const SeqInfo s = seq_info(p, b);
   t.mask = Mask::make(p, s.seqlen_q, s.seqlen_kv);

@@ -1,4 +1,6 @@
 // The kernels of this folder, as dispatch sees them.
+#include <type_traits>
+
 #include "common/kernel_table.h"
 #include "sm90/bwd.h"
 #include "sm90/bwd_tile.h"
@@ -44,36 +46,29 @@ constexpr FwdKernel kFwd[] = {
     fwd_row<DType::kFloat16, 256, 256>("sm90_fwd_hdim256"),
 };
 
-template <DType kDType, int kHeadDim>
+template <DType kDType, int kHeadDim, int kHeadDimV = kHeadDim>
 constexpr BwdKernel bwd_row(const char* name) {
-  using Tile = BwdTile<kHeadDim>;
-  return {name,
-          90,
-          kDType,
-          kHeadDim,
-          kHeadDim,
-          Tile::kBlockQ,
-          Tile::kBlockKV,
-          Tile::kThreads,
-          kHeadDim == 96 ? refuse_bwd_hdim96 : refuse_bwd,
-          bwd_workspace_bytes<kHeadDim>,
-          launch_bwd<kDType, kHeadDim>};
-}
-
-template <DType kDType, int kHeadDim, int kHeadDimV>
-constexpr BwdKernel bwd_wide_row(const char* name) {
-  using Tile = BwdWideTile<kHeadDim, kHeadDimV>;
-  return {name,
-          90,
-          kDType,
-          kHeadDim,
-          kHeadDimV,
-          Tile::kBlockQ,
-          Tile::kBlockKV,
-          Tile::kThreads,
-          refuse_bwd_wide,
-          bwd_wide_workspace_bytes<kHeadDim, kHeadDimV>,
-          launch_bwd_wide<kDType, kHeadDim, kHeadDimV>};
+  constexpr bool kWide = kHeadDim > 128;
+  using Tile = std::conditional_t<kWide, BwdWideTile<kHeadDim, kHeadDimV>, BwdTile<kHeadDim>>;
+  BwdKernel row{};
+  row.name = name;
+  row.arch = 90;
+  row.dtype = kDType;
+  row.head_dim = kHeadDim;
+  row.head_dim_v = kHeadDimV;
+  row.block_q = Tile::kBlockQ;
+  row.block_kv = Tile::kBlockKV;
+  row.threads = Tile::kThreads;
+  if constexpr (kWide) {
+    row.refuse = refuse_bwd_wide;
+    row.workspace_bytes = bwd_wide_workspace_bytes<kHeadDim, kHeadDimV>;
+    row.launch = launch_bwd_wide<kDType, kHeadDim, kHeadDimV>;
+  } else {
+    row.refuse = kHeadDim == 96 ? refuse_bwd_hdim96 : refuse_bwd;
+    row.workspace_bytes = bwd_workspace_bytes<kHeadDim>;
+    row.launch = launch_bwd<kDType, kHeadDim>;
+  }
+  return row;
 }
 
 constexpr BwdKernel kBwd[] = {
@@ -83,12 +78,12 @@ constexpr BwdKernel kBwd[] = {
     bwd_row<DType::kFloat16, 96>("sm90_bwd_hdim96"),
     bwd_row<DType::kBFloat16, 128>("sm90_bwd_hdim128"),
     bwd_row<DType::kFloat16, 128>("sm90_bwd_hdim128"),
-    bwd_wide_row<DType::kBFloat16, 192, 128>("sm90_bwd_hdim192_128"),
-    bwd_wide_row<DType::kFloat16, 192, 128>("sm90_bwd_hdim192_128"),
-    bwd_wide_row<DType::kBFloat16, 192, 192>("sm90_bwd_hdim192"),
-    bwd_wide_row<DType::kFloat16, 192, 192>("sm90_bwd_hdim192"),
-    bwd_wide_row<DType::kBFloat16, 256, 256>("sm90_bwd_hdim256"),
-    bwd_wide_row<DType::kFloat16, 256, 256>("sm90_bwd_hdim256"),
+    bwd_row<DType::kBFloat16, 192, 128>("sm90_bwd_hdim192_128"),
+    bwd_row<DType::kFloat16, 192, 128>("sm90_bwd_hdim192_128"),
+    bwd_row<DType::kBFloat16, 192, 192>("sm90_bwd_hdim192"),
+    bwd_row<DType::kFloat16, 192, 192>("sm90_bwd_hdim192"),
+    bwd_row<DType::kBFloat16, 256, 256>("sm90_bwd_hdim256"),
+    bwd_row<DType::kFloat16, 256, 256>("sm90_bwd_hdim256"),
 };
 
 }  // namespace
