@@ -50,6 +50,7 @@ struct BwdBlock {
   bool ragged;        // this block reaches past the last key
   bool needs_ds;      // somebody wants more than dV
   int head, q_block;  // of the iteration
+  int turns_seen;     // of this tile of dq, thread 0
   ScoreMod score_mod;
   Dropout dropout;
 
@@ -77,11 +78,12 @@ struct BwdBlock {
     tile_base = ws.tile_base(f, seq.q_row0, batch);
     ragged = kv0 + Tile::kBlockKV > seq.seqlen_kv;
     needs_ds = (p.wanted & (kWantDq | kWantDk | kWantDbias)) != 0;
-    if (kCopies && threadIdx.x == 0) keep_place_in_dq(work.block, previous);
+    if (threadIdx.x == 0) keep_place_in_dq(work.block, previous);
   }
 
   // Where this block adds to dq is kept in shared memory, for want of registers: tiles between the
-  // copies of dq, and the first query tile that its copy has not seen before.
+  // copies of dq, and the first query tile that its copy has not seen before; the tile whose turn
+  // is to be passed on, and to whom (0: there is none yet).
   __device__ uint32_t smem_place() const { return smem_k + Tile::kSmemBytes - Tile::kBytesPlace; }
   __device__ void keep_place_in_dq(int kv_block, int previous) const {
     int shift = 0, seen = kUnbounded;
@@ -94,6 +96,7 @@ struct BwdBlock {
     }
     ptx::store_shared_4(smem_place(), shift);
     ptx::store_shared_4(smem_place() + 4, seen);
+    ptx::store_shared_4(smem_place() + 12, 0);
   }
 
   // The plain variant always computes dq, dk and dv.
@@ -212,6 +215,13 @@ struct BwdBlock {
   __device__ void gemm_dq() {
     constexpr int kPairs = Tile::kWidthDq / 16;
     const int warp_m = warp % Tile::kWarpsDq, warp_n = warp / Tile::kWarpsDq;
+    int64_t dq_tile = this_tile();
+    bool is_new = false;
+    if constexpr (kCopies) {  // asked for here, there when the products are done
+      dq_tile += static_cast<int>(ptx::load_shared_4(smem_place()));
+      is_new = q_block >= static_cast<int>(ptx::load_shared_4(smem_place() + 4));
+    }
+    float* base = ws.dq + dq_tile * (Tile::kBlockQ * Tile::kHeadDim);
     MmaFragment<Tile::kWidthDq> dq[Tile::kTilesDq];
 #pragma unroll
     for (int m = 0; m < Tile::kTilesDq; ++m) dq[m].clear();
@@ -228,10 +238,6 @@ struct BwdBlock {
         [&](int k, int n, uint32_t (&b)[4]) {
           load_b_rows_k<SmemK>(b, b_base, k, warp_n * kPairs + n);
         });
-    const int64_t tile = head * ws.tiles + tile_base + q_block;
-    int64_t dq_tile = tile;
-    if constexpr (kCopies) dq_tile += static_cast<int>(ptx::load_shared_4(smem_place()));
-    float* base = ws.dq + dq_tile * (Tile::kBlockQ * Tile::kHeadDim);
     const auto for_each = [&](auto add) {
 #pragma unroll
       for (int m = 0; m < Tile::kTilesDq; ++m) {
@@ -242,34 +248,43 @@ struct BwdBlock {
         }
       }
     };
-    if (ws.turn) wait_turn(tile);
-    if (kCopies && q_block >= static_cast<int>(ptx::load_shared_4(smem_place() + 4))) {
+    if (kCopies && is_new) {
       for_each([&](float* to, const float (&v)[4]) { ptx::store_accumulator(to, lane, v); });
     } else {
       for_each([&](float* to, const float (&v)[4]) { ptx::red_add_accumulator(to, lane, v); });
     }
-    if (ws.turn) pass_turn(tile);
   }
   // Deterministic order. With a copy of dq for each thread block it is that of the program: a lane
   // adds to the same elements in every KV block.
   // Without copies KV blocks add to a tile in ascending order, by turns. The grid starts them in
-  // that order too, so whoever is waited for is already running. A warp adds to the same part of a
-  // tile in every KV block, so turns are kept by the warp and need no meeting of the block.
-  __device__ int* turn_of(int64_t tile) const { return ws.turn + tile * Tile::kWarps + warp; }
+  // that order too, so whoever is waited for is already running. A fence waits for additions that
+  // are under way, so the turn is passed on half a tile later, when they have arrived, by one
+  // thread; barriers of the block lie before and behind.
+  __device__ int64_t this_tile() const { return head * ws.tiles + tile_base + q_block; }
   __device__ int blocks_before() const {
     const int q0 = q_block * Tile::kBlockQ;
     return kv0 / Tile::kBlockKV - mask.kv_blocks(q0, Tile::kBlockQ, Tile::kBlockKV).begin;
   }
-  __device__ void wait_turn(int64_t tile) const {
-    if (lane == 0) {
-      const int before = blocks_before();
-      while (ptx::load_acquire(turn_of(tile)) < before) __nanosleep(32);
-    }
-    __syncwarp();  // every KV block before this one has added
+  // At the start of a tile.
+  __device__ void ask_turn() {
+    if (ws.turn && threadIdx.x == 0) turns_seen = ptx::load_relaxed(ws.turn + this_tile());
   }
-  __device__ void pass_turn(int64_t tile) const {
-    __syncwarp();  // every lane has added; the release covers what lane 0 has seen of the others
-    if (lane == 0) ptx::store_release(turn_of(tile), blocks_before() + 1);
+  // Before a barrier that additions of this tile follow, and behind one that those of the last
+  // tile precede.
+  __device__ void take_turn() {
+    if (!ws.turn || threadIdx.x != 0) return;
+    ptx::fence_acq_rel();  // for what has been seen, and for what has been added
+    pass_turn();
+    const int before = blocks_before();
+    ptx::store_shared_4(smem_place() + 8, static_cast<uint32_t>(this_tile()));
+    ptx::store_shared_4(smem_place() + 12, before + 1);
+    if (turns_seen >= before) return;
+    while (ptx::load_acquire(ws.turn + this_tile()) < before) __nanosleep(20);
+  }
+  // Thread 0, after a fence behind the additions of all threads.
+  __device__ void pass_turn() const {
+    const int turns = ptx::load_shared_4(smem_place() + 12);
+    if (turns > 0) ptx::store_relaxed(ws.turn + ptx::load_shared_4(smem_place() + 8), turns);
   }
 
   // ---- elementwise parts
@@ -409,6 +424,7 @@ struct BwdBlock {
     if constexpr (kShared) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) gradients(t);
+      take_turn();
       __syncthreads();  // P and dS of all warps are in place
       gemm_gradient<SmemV>(dv, smem_p, stage_do(stage));
       gemm_gradient<SmemK>(dk, smem_ds, stage_q(stage));
@@ -423,6 +439,7 @@ struct BwdBlock {
         }
       });
       gemm_gradient<SmemK>(dk, ds_regs, stage_q(stage));
+      take_turn();
       __syncthreads();  // dS of all warps is in place, and every warp is done with this tile
     }
   }
@@ -466,6 +483,7 @@ struct BwdBlock {
     if (needs_ds) store_scores(smem_ds, ds_regs);
     if constexpr (kShared) {
       store_scores(smem_p, p_regs);
+      take_turn();
       __syncthreads();  // P and dS of all warps are in place
       if (wants(kWantDv)) gemm_gradient<SmemV>(dv, smem_p, stage_do(stage));
       if (wants(kWantDk)) gemm_gradient<SmemK>(dk, smem_ds, stage_q(stage));
@@ -473,6 +491,7 @@ struct BwdBlock {
     } else {
       if (wants(kWantDv)) gemm_gradient<SmemV>(dv, p_regs, stage_do(stage));
       if (wants(kWantDk)) gemm_gradient<SmemK>(dk, ds_regs, stage_q(stage));
+      take_turn();
       __syncthreads();  // dS of all warps is in place, and every warp is done with this tile
     }
   }
@@ -502,6 +521,7 @@ struct BwdBlock {
         load_q_tile(next_head, next_block, stage ^ 1);
         ptx::cp_async_commit();
       }
+      ask_turn();
       if constexpr (kGeneral) {
         tile_general(stage);
       } else {
@@ -517,6 +537,10 @@ struct BwdBlock {
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // the buffers of K and V are free
+    if (ws.turn && threadIdx.x == 0) {
+      ptx::fence_acq_rel();
+      pass_turn();
+    }
   }
 
   // ---- epilogue: rows of keys through the buffer of K or V, 16 bytes at a time

@@ -33,7 +33,7 @@ size_t bwd_workspace_bytes(const BwdParams& p) {
   size_t bytes = 0;
   with_bwd_tile<kHeadDim, kHeadDimV>(p, [&](auto tile, auto) {
     using Tile = decltype(tile);
-    BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, kHeadDim, Tile::kWarps);
+    BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, kHeadDim, /*turns=*/1);
     ws.choose_copies(p, Tile::kBlockKV, Tile::kMinBlocks * p.fwd.num_sms);
     bytes = ws.place(p, nullptr);
   });
@@ -41,13 +41,15 @@ size_t bwd_workspace_bytes(const BwdParams& p) {
 }
 
 // Queries and gradients of heads that are walked together should stay in L2. In deterministic mode
-// the KV blocks of a head begin one after the other: with more heads fewer of them wait at a time.
+// the KV blocks of a head begin one after the other: with more heads fewer of them wait at a time,
+// which counts most where they soon end, at a diagonal.
 inline int section_of_kv_heads(const BwdParams& params) {
   const FwdParams& p = params.fwd;
   const int group = p.num_heads_q / std::max(p.num_heads_kv, 1);
   const double bytes = 4.0 * p.seqlen_q * (p.head_dim + p.head_dim_v) * group;
   const double heads =
-      std::max(params.deterministic ? 16.0 : 1.0, kSectionBytes / std::max(bytes, 1.0));
+      std::max(params.deterministic ? (p.window_right < p.seqlen_kv ? 32.0 : 16.0) : 1.0,
+               kSectionBytes / std::max(bytes, 1.0));
   return static_cast<int>(std::min<double>(heads, std::max(p.num_heads_kv * p.batch, 1)));
 }
 
@@ -56,7 +58,7 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   BwdParams p = params;
   p.fwd.unaligned = is_unaligned(p);
   const FwdParams& f = p.fwd;
-  BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, Tile::kHeadDim, Tile::kWarps);
+  BwdWorkspace ws = BwdWorkspace::shape(p, Tile::kBlockQ, Tile::kHeadDim, /*turns=*/1);
   ws.choose_copies(p, Tile::kBlockKV, Tile::kMinBlocks * f.num_sms);
   ws.place(p, static_cast<char*>(p.workspace));
   if (ws.dbias) {
@@ -67,8 +69,6 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
     p.dbias_head_stride = p.dbias_row_stride * f.seqlen_q;
     p.dbias_batch_stride = p.dbias_head_stride * f.num_heads_q;
     p.dbias_col_stride = 1;
-  } else if (p.wanted & kWantDbias) {
-    zero_dbias(p, stream);
   }
   if (p.wanted & kWantDbias) p.dbias_shared = dbias_is_shared(p);
   launch_bwd_preprocess(p, ws, stream);
