@@ -49,9 +49,7 @@ __device__ __forceinline__ void store_relaxed(int* ptr, int v) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
 }
 // Makes a relaxed load before it an acquire, and a relaxed store after it a release.
-__device__ __forceinline__ void fence_acq_rel() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
+__device__ __forceinline__ void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ int load_acquire(const int* ptr) {
   int v;
