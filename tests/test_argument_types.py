@@ -83,7 +83,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[[], Call]]] = {
     "attention": (flash_cuda.attention, dense),
     "attention_varlen": (flash_cuda.attention_varlen, packed),
     "attention_decode": (flash_cuda.attention_decode, lambda: cached(i32(7, 9))),
-    "explain": (flash_cuda.explain, dense),
+    "explain": (flash_cuda.explain, lambda: dense() | {"device": "cpu"}),
     "merge": (flash_cuda.merge, lambda: dict.fromkeys(
         ("first", "second"), (zeros(B, S, H, D), zeros(B, H, S)))),
     "use_kernel": (enter_kernel, lambda: {"name": "cpu"}),
