@@ -163,6 +163,12 @@ def test_one_length_for_packed_queries_of_a_shape() -> None:
     assert flash_cuda.supported(q, cache, cache, device="cpu", **options)
 
 
+def test_meta_tensors_are_shapes() -> None:
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in SHAPES]
+    assert flash_cuda.explain(*tensors, causal=True) == flash_cuda.explain(*SHAPES, causal=True)
+    assert flash_cuda.explain(*tensors, device="cpu").kernel == "cpu"
+
+
 def test_unknown_options() -> None:
     with pytest.raises(ValueError, match="nonsense"):
         flash_cuda.explain(*SHAPES, device="cpu", nonsense=1)
