@@ -12,6 +12,8 @@
 // the warp repairs the block (see consume_block). docs/kernels/sm90_fwd.md has the timeline.
 #pragma once
 
+#include <type_traits>
+
 #include "ptx/convert.h"
 #include "ptx/fence.h"
 #include "ptx/ldmatrix.h"
@@ -64,7 +66,17 @@ struct Consumer {
   // takes the V block before the K block in turn.
   uint32_t tiles = 0, blocks = 0;
 
-  __device__ __forceinline__ const FwdWork& work() const { return smem.slot(tiles).work; }
+  // Dense: what is the same for all tiles comes from the arguments.
+  using Work = std::conditional_t<Tile::has(kDense), FwdWork, const FwdWork&>;
+  __device__ __forceinline__ Work work() const {
+    const FwdWork& w = smem.slot(tiles).work;
+    if constexpr (Tile::has(kDense)) {
+      const FwdParams& p = args.params;
+      return {w.q_block, w.head, w.batch, 0, p.seqlen_q, p.seqlen_q, p.seqlen_kv, 0};
+    } else {
+      return w;
+    }
+  }
 
   // Byte offset of 16-byte chunk `chunk` of a row in a panel.
   static __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
@@ -273,8 +285,8 @@ struct Consumer {
       release_bias();
     }
     if (masked) {
-      mask_scores(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), first_row(),
-                  first_key());
+      mask_scores<!Tile::has(kDense)>(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv),
+                                      first_row(), first_key());
     }
     softmax_exact<Tile::has(kGeneral)>(s, args.scale_log2, rows, rescale);
   }

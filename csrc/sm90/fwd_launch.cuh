@@ -84,15 +84,28 @@ inline bool is_general(const FwdParams& p) {
   return p.softcap != 0.0f || p.alibi_slopes || p.bias || !(p.softmax_scale > 0.0f);
 }
 
+// Whole tensors, no left end of a window, no sink, and every tile sees a key.
+inline bool is_dense(const FwdParams& p) {
+  return !p.cu_seqlens_q && !p.cu_seqlens_k && !p.seqused_q && !p.seqused_k && !p.sink &&
+         p.window_left >= kUnbounded && p.attention_chunk == 0 &&
+         Mask::make(p, p.seqlen_q, p.seqlen_kv).kv_end(0) > 0;
+}
+
+template <class Tile, DType kDType>
+void launch_plain(const FwdParams& p, cudaStream_t stream) {
+  if (is_dense(p)) return launch_tile<typename Tile::template With<kDense>, kDType>(p, stream);
+  launch_tile<Tile, kDType>(p, stream);
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
   if (is_general(p)) return launch_tile<typename Variants::General, kDType>(p, stream);
   if (keys_of_a_row(p) <= Variants::kShortKeys) {
-    return launch_tile<typename Variants::Short, kDType>(p, stream);
+    return launch_plain<typename Variants::Short, kDType>(p, stream);
   }
-  if (has_diagonal(p)) return launch_tile<typename Variants::Diagonal, kDType>(p, stream);
-  launch_tile<typename Variants::Long, kDType>(p, stream);
+  if (has_diagonal(p)) return launch_plain<typename Variants::Diagonal, kDType>(p, stream);
+  launch_plain<typename Variants::Long, kDType>(p, stream);
 }
 
 }  // namespace flash_cuda::sm90

@@ -14,6 +14,8 @@
 namespace flash_cuda::sm90 {
 
 constexpr int kWorkSlots = 2;
+// The producer's warps: 0 loads, 1 draws tiles, the others store, where Tile::kStoresApart.
+constexpr int kFirstStoreWarp = 2;
 
 // Zero between launches; see tile_counter.h for who uses which.
 static __device__ int tile_counters[kTileCounters];
@@ -56,7 +58,8 @@ struct FwdSmem {
   static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
   static constexpr int kDrawAt = kQAt + QRing::kBytes * Tile::kWarpgroups;
   static constexpr int kBiasAt = kDrawAt + 8;
-  static constexpr int kExactAt = kBiasAt + BiasRing::kBytes;
+  static constexpr int kOutAt = kBiasAt + BiasRing::kBytes;
+  static constexpr int kExactAt = kOutAt + QRing::kBytes * Tile::kWarpgroups;
   static constexpr int kSlotsAt = (kExactAt + 4 * Tile::kWarpgroups + 15) / 16 * 16;
   static_assert(kSlotsAt + kWorkSlots * sizeof(FwdSlot<Tile>) <=
                 Tile::kSmemBarriers + Tile::kBarrierBytes);
@@ -68,6 +71,10 @@ struct FwdSmem {
   __device__ __forceinline__ WorkRing work_ring() const { return {base + kWorkBarriersAt}; }
   __device__ __forceinline__ QRing q_ring(int warpgroup) const {
     return {base + kQAt + QRing::kBytes * warpgroup};
+  }
+  // A phase for every part of O that a warpgroup has staged, where Tile::kStoresApart.
+  __device__ __forceinline__ QRing out_ring(int warpgroup) const {
+    return {base + kOutAt + QRing::kBytes * warpgroup};
   }
   __device__ __forceinline__ FwdSlot<Tile>& slot(uint32_t count) const {
     return *ptx::shared_pointer<FwdSlot<Tile>>(base + kSlotsAt +
@@ -86,9 +93,11 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   // K is released by every warp after its own check of the sums, V by every warpgroup.
   smem.k_ring().init(1, 4 * Tile::kWarpgroups);
   smem.v_ring().init(1, Tile::kWarpgroups);
-  smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1);
+  smem.work_ring().init(1,
+                        4 * Tile::kWarpgroups + 1 + (Tile::kStoresApart ? Tile::kWarpgroups : 0));
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
     smem.q_ring(w).init(1, 4);
+    smem.out_ring(w).init(4, 1);
     ptx::store_shared(smem.exact_from(w), ~0u);
   }
   ptx::mbarrier_init(smem.draw_barrier(), 1);
@@ -197,9 +206,49 @@ __device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const
   if (packed.lane == 0) publish_end(smem, tiles);
 }
 
+// Stores a part of O that `warpgroup` has staged, from row `row` of the sequence on.
+template <class Tile>
+__device__ __forceinline__ void store_part(const FwdSmem<Tile>& smem, const FwdArgs& args,
+                                           int warpgroup, int part, int row, const MapRows& at) {
+  constexpr int kPanels = Tile::kPanelsV / Tile::kOutParts;
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    store_rows<!Tile::has(kDense)>(&args.out_map,
+                                   smem.out(warpgroup) + panel * 64 * Tile::kPanelBytes,
+                                   (part * kPanels + panel) * Tile::kPanelCols, row, at);
+  }
+  ptx::bulk_commit_group();
+}
+
+// Stores the tiles of `warpgroup`, which goes on meanwhile; one thread.
+template <class Tile>
+__device__ __forceinline__ void store_tiles(const FwdSmem<Tile>& smem, const FwdArgs& args,
+                                            int warpgroup) {
+  const auto work_ring = smem.work_ring();
+  const auto ring = smem.out_ring(warpgroup);
+  for (uint32_t tiles = 0;; ++tiles) {
+    work_ring.wait_full(tiles);
+    const FwdWork w = smem.slot(tiles).work;
+    ptx::mbarrier_arrive(work_ring.empty(tiles));
+    if (w.q_block < 0) break;
+    const MapRows at = args.out_rows.locate(w.q_row0, w.seqlen_q_slot, w.head, w.batch);
+#pragma unroll
+    for (int part = 0; part < Tile::kOutParts; ++part) {
+      const uint32_t count = tiles * Tile::kOutParts + part;
+      ring.wait_full(count);
+      store_part(smem, args, warpgroup, part, w.q_block * Tile::kBlockQ + 64 * warpgroup, at);
+      ptx::bulk_wait_group_read<0>();
+      ptx::mbarrier_arrive(ring.empty(count));
+    }
+  }
+  // The copy engine still reads this block's shared memory.
+  ptx::bulk_wait_group<0>();
+}
+
 // Loads Q, K and V of every tile; one thread.
 template <class Tile>
 struct Loader {
+  static constexpr bool kMayClip = !Tile::has(kDense);
   const FwdSmem<Tile>& smem;
   const FwdArgs& args;
   uint32_t k_count = 0, v_count = 0, bias_count = 0, tiles = 0;
@@ -211,8 +260,9 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
-      load_rows(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
-                panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows, ptx::kEvictLast);
+      load_rows<kMayClip>(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
+                          panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows,
+                          ptx::kEvictLast);
     }
     ++k_count;
   }
@@ -223,8 +273,9 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
-      load_rows(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
-                panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows, ptx::kEvictLast);
+      load_rows<kMayClip>(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
+                          panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows,
+                          ptx::kEvictLast);
     }
     ++v_count;
   }
@@ -261,8 +312,8 @@ struct Loader {
       ptx::mbarrier_arrive_expect_tx(full, Tile::kQSliceBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
-        load_rows(smem.q(w) + panel * 64 * Tile::kPanelBytes, &args.q_map, full,
-                  panel * Tile::kPanelCols, first_row + 64 * w, rows, ptx::kEvictFirst);
+        load_rows<kMayClip>(smem.q(w) + panel * 64 * Tile::kPanelBytes, &args.q_map, full,
+                            panel * Tile::kPanelCols, first_row + 64 * w, rows, ptx::kEvictFirst);
       }
     }
   }

@@ -34,16 +34,22 @@ __device__ __forceinline__ uint32_t columns_below(int end) {
 }
 
 // Scores outside the keys that a row sees become -inf. `first_key` is the key of this lane's
-// column 0, `first_row` its first row.
-template <int kN>
+// column 0, `first_row` its first row. Without a left end only a diagonal and the last key count.
+template <bool kLeftEnd = true, int kN>
 __device__ __forceinline__ void mask_scores(float (&s)[kN], const Mask& mask, int first_row,
                                             int first_key) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     // Rows past the end are like the last one: they stay out of the way of the fast path.
     const int row = min(first_row + 8 * r, mask.seqlen_q - 1);
-    const uint32_t seen = columns_below<2 * kN>(mask.kv_end(row) - first_key) &
-                          ~columns_below<2 * kN>(mask.kv_begin(row) - first_key);
+    uint32_t seen;
+    if constexpr (kLeftEnd) {
+      seen = columns_below<2 * kN>(mask.kv_end(row) - first_key) &
+             ~columns_below<2 * kN>(mask.kv_begin(row) - first_key);
+    } else {
+      const int end = min(mask.seqlen_kv, row + mask.offset + 1 + mask.window_right);
+      seen = columns_below<2 * kN>(end - first_key);
+    }
 #pragma unroll
     for (int j = 0; j < kN / 4; ++j) {
 #pragma unroll

@@ -8,11 +8,12 @@ namespace flash_cuda::sm90 {
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::end_rows(RowEnd (&ends)[2]) {
   const FwdWork& work = this->work();
-  const float sink = args.params.sink ? args.params.sink[work.head] : -INFINITY;
+  const float sink =
+      !Tile::has(kDense) && args.params.sink ? args.params.sink[work.head] : -INFINITY;
   const int row = lane_row();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool used = row + 8 * r < work.seqlen_q;
+    const bool used = Tile::has(kDense) || row + 8 * r < work.seqlen_q;
     const float sum = quad_sum(rows.sum[r]);
     ends[r] =
         row_end<Tile::has(kGeneral)>(rows.reference[r], used ? sum : 0.f, used ? sink : -INFINITY);
@@ -27,14 +28,18 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::end_rows(RowEnd (&ends)[
 
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const RowEnd (&ends)[2]) {
-  constexpr int kPanels = Tile::kPanelsV / Tile::kOutParts, kChunks = Tile::kOutCols / 16;
-  const FwdWork& work = this->work();
+  constexpr int kChunks = Tile::kOutCols / 16;
   const int row = warp_row() + (lane() & 15);
 #pragma unroll
   for (int part = 0; part < Tile::kOutParts; ++part) {
+    [[maybe_unused]] const uint32_t count = tiles * Tile::kOutParts + part;
     // The copy before, of the previous tile or part, has read the staging memory.
-    if (thread == 0) ptx::bulk_wait_group_read<0>();
-    ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
+    if constexpr (Tile::kStoresApart) {
+      smem.out_ring(warpgroup).wait_empty(count);
+    } else {
+      if (thread == 0) ptx::bulk_wait_group_read<0>();
+      ptx::named_barrier_sync(kStagingFree + warpgroup, 128);
+    }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const float* const values = &o[8 * (part * kChunks + c)];
@@ -49,16 +54,16 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const RowEnd 
                        packed);
     }
     ptx::fence_proxy_async_shared();
-    ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
-    if (thread == 0) {
-      const MapRows at =
-          args.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch);
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        store_rows(&args.out_map, smem.out(warpgroup) + panel * 64 * kPanelBytes,
-                   (part * kPanels + panel) * Tile::kPanelCols, own_row(), at);
+    if constexpr (Tile::kStoresApart) {
+      __syncwarp();
+      if (lane() == 0) ptx::mbarrier_arrive(smem.out_ring(warpgroup).full(count));
+    } else {
+      ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
+      if (thread == 0) {
+        const FwdWork& work = this->work();
+        store_part(smem, args, warpgroup, part, own_row(),
+                   args.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch));
       }
-      ptx::bulk_commit_group();
     }
   }
 }
@@ -97,7 +102,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run() {
     ring.wait_full(tiles);
     if (uniform(work().q_block) < 0) break;
     const FwdWalk walk = this->walk();
-    if (walk.is_empty()) {
+    if (!Tile::has(kDense) && walk.is_empty()) {
       store_empty();
     } else {
       first_block(walk);
@@ -109,7 +114,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run() {
   }
   if (Tile::has(kPingPong) && warpgroup == 0) ptx::named_barrier_sync(kTurn, 256);
   // The copy engine still reads this block's shared memory.
-  if (thread == 0) ptx::bulk_wait_group<0>();
+  if (!Tile::kStoresApart && thread == 0) ptx::bulk_wait_group<0>();
 }
 
 template <class Tile, DType kDType>
@@ -130,11 +135,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       if (Tile::has(kGeneral) && args.bias_rows) ptx::tma_prefetch_map(&args.bias_map);
       Loader<Tile>{smem, args}.run();
     } else if (threadIdx.x / 32 == 1) {
-      if (args.params.cu_seqlens_q) {
+      if (!Tile::has(kDense) && args.params.cu_seqlens_q) {
         schedule_packed(smem, args);
       } else if (threadIdx.x == 32) {
         schedule_dense(smem, args);
       }
+    } else if (Tile::kStoresApart && threadIdx.x % 32 == 0) {
+      store_tiles(smem, args, static_cast<int>(threadIdx.x) / 32 - kFirstStoreWarp);
     }
   } else {
     ptx::setmaxnreg_inc<Tile::kRegistersConsumer>();

@@ -13,6 +13,7 @@ enum FwdOption : unsigned {
   kOutInParts = 2,    // O is staged part by part, where there is no room for all of it
   kTrimBlocks = 4,    // every warpgroup walks its own KV range, not the block's
   kPingPong = 8,      // warpgroups take turns at issuing GEMMs
+  kDense = 32,        // whole tensors, a diagonal at most, no sink, no tile without keys
   kGeneral = 16,      // softcap, ALiBi, bias, any softmax_scale; every block by the exact path
 };
 
@@ -29,6 +30,12 @@ struct FwdTile {
   FLASH_CUDA_HOST_DEVICE static constexpr bool has(FwdOption option) {
     return (kOptions & option) != 0;
   }
+
+  template <unsigned kMore>
+  using With = FwdTile<kHeadDim, kHeadDimV, kBlockKV, kWarpgroups, kStages, kOptions | kMore>;
+
+  // A warp of the producer stores what a warpgroup stages; elsewhere warpgroups store themselves.
+  static constexpr bool kStoresApart = has(kDense) && kWarpgroups == 2;
 
   static constexpr int kBlockQ = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
