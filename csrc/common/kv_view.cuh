@@ -61,14 +61,18 @@ struct KvPlace {
 };
 struct KvPlaces {
   KvTensor k, v;
-  const int* pages;  // this sequence's row of the block table, or null
-  int page_size, first_row;
+  const int* pages;                      // this sequence's row of the block table, or null
+  int page_size, page_shift, first_row;  // size 2^shift; shift < 0: of another size
 
+  __device__ __forceinline__ static int shift_of(int page_size) {
+    return (page_size & (page_size - 1)) == 0 ? __ffs(page_size) - 1 : -1;
+  }
   __device__ __forceinline__ static KvPlaces make(const FwdParams& p, const SeqInfo& seq, int batch,
                                                   int kv_head) {
     KvPlaces s;
     s.pages = p.block_table ? p.block_table + batch * p.block_table_stride : nullptr;
     s.page_size = p.page_size;
+    s.page_shift = shift_of(p.page_size);
     s.first_row = seq.kv_row0;
     s.k = tensor(p.k, p.k_stride, seq, kv_head, s.pages != nullptr);
     s.v = tensor(p.v, p.v_stride, seq, kv_head, s.pages != nullptr);
@@ -78,19 +82,19 @@ struct KvPlaces {
   __device__ __forceinline__ KvPlace find(int j, int end) const {
     KvPlace at{0, 0};
     if (pages && j < end) {
-      const int r = first_row + j, page = r / page_size;
+      const int r = first_row + j, page = page_shift >= 0 ? r >> page_shift : r / page_size;
       at.row = r - page * page_size;
       at.page = pages[page];
     }
     return at;
   }
-  // The address of the key whose place lane `lane` has found in its pages; `column` stands for
-  // t.base.
-  __device__ __forceinline__ const char* row(const char* column, const KvTensor& t,
-                                             const KvPlace& place, int lane) const {
-    const int page = __shfl_sync(0xffffffffu, place.page, lane);
-    const int row = __shfl_sync(0xffffffffu, place.row, lane);
-    return column + page * t.page_bytes + row * t.row_bytes;
+  // The place that lane `lane` has found, and the address of that key; `column` stands for t.base.
+  __device__ __forceinline__ static KvPlace of_lane(const KvPlace& place, int lane) {
+    return {__shfl_sync(0xffffffffu, place.page, lane), __shfl_sync(0xffffffffu, place.row, lane)};
+  }
+  __device__ __forceinline__ static const char* row(const char* column, const KvTensor& t,
+                                                    const KvPlace& place) {
+    return column + place.page * t.page_bytes + place.row * t.row_bytes;
   }
 
  private:

@@ -25,19 +25,39 @@ struct DecodeDealtArgs : DecodeLeanArgs {
   // 0 and to how many thread blocks whole tiles are dealt out.
   int equal_parts, equal_shares;
   int inverse_parts, inverse_heads;  // 2^kInverseShift / equal_parts and / heads, rounded up
+  unsigned inverse_blocks;           // (2^32 - 1) / equal_parts, rounded down
   DecodeSlots slots;
 };
 
 // What a thread block has of one tile.
 struct DealtRun {
   int batch, head, length;
-  int begin, end;              // keys
-  int slot;                    // of the piece; < 0: the tile is whole
-  int tile_unit, tile_blocks;  // where the tile's first block of keys is in the line, and how many
+  int begin, end;          // keys
+  int slot;                // of the piece; < 0: the tile is whole
+  int first_share, parts;  // of the tile; parts 0: not known yet, for which there are
+  int unit, blocks;        // where the tile's first block of keys is in the line, and how many
 };
 
-template <int kBlockKV>
+// The pieces of a tile in the slots of the workspace.
+template <class Tile>
+struct DealtPieces {
+  static constexpr int width = Tile::kHeadDimV;
+  static constexpr int extra = Tile::kBlockQ * width, stride = 2 * extra;
+  const DecodeSlots& slots;
+  const int first_share, parts;
+
+  __device__ __forceinline__ float lse(int row, int piece) const {
+    return __ldcg(slots.lse + row * slots.count + DecodeSlots::slot(first_share, piece));
+  }
+  __device__ __forceinline__ const float* first_column(int row) const {
+    return slots.out + (2 * first_share * Tile::kBlockQ + row) * width;
+  }
+};
+
+template <class Tile>
 struct DealtWalk {
+  static constexpr int kBlockKV = Tile::kBlockKV;
+
   const DecodeDealtArgs& p;
   Deal deal;
   int batch = 0, unit_in_batch = 0;  // of the next unit
@@ -48,17 +68,32 @@ struct DealtWalk {
   // Deals out. True if the first run has been found, false if next() has to be asked.
   __device__ __forceinline__ bool start(DealtRun& r) {
     const int lane = threadIdx.x % 32, share = blockIdx.x;
-    int sum = 0, most = 0, least = INT_MAX;
+    int length = p.seqlen_kv;
+    if (p.lengths && lane < p.batch) length = __ldg(p.lengths + lane);
+    // While the first lengths are under way: what this thread block has if all are alike.
+    const int tile = min(share * p.inverse_parts >> kInverseShift, p.batch * p.heads - 1);
+    r.batch = tile * p.inverse_heads >> kInverseShift;
+    r.head = tile - r.batch * p.heads;
+    r.length = length_of(r.batch);
+    int sum = blocks_of(min(max(length, 0), p.seqlen_kv)), most = sum, least = sum;
+    if (p.batch > 1) {
+      if (lane >= p.batch) sum = most = 0, least = INT_MAX;
 #pragma unroll 1
-    for (int b = lane; b < p.batch; b += 32) {
-      const int blocks = blocks_of(length_of(b));
-      sum += blocks;
-      most = max(most, blocks);
-      least = min(least, blocks);
+      for (int b = lane + 32; b < p.batch; b += 32) {
+        const int blocks = blocks_of(length_of(b));
+        sum += blocks;
+        most = max(most, blocks);
+        least = min(least, blocks);
+      }
+      most = __reduce_max_sync(0xffffffffu, most);
+      least = __reduce_min_sync(0xffffffffu, least);
+    } else {
+      sum = lane == 0 ? sum : 0;
+      most = least = blocks_of(r.length);
     }
-    most = __reduce_max_sync(0xffffffffu, most);
-    least = __reduce_min_sync(0xffffffffu, least);
-    if (most == least && p.equal_parts > 0) return find_part(r, share, most);
+    if (most == least && p.equal_parts > 0) {
+      return find_part(r, tile, share - tile * p.equal_parts, most);
+    }
     sum = __reduce_add_sync(0xffffffffu, sum) * p.heads;
     int shares = most == least ? p.equal_shares : gridDim.x;
     if (sum < kFewUnits * shares) shares = min(shares, p.fewer_shares);
@@ -82,7 +117,9 @@ struct DealtWalk {
         continue;
       }
       const TileRun run = TileRun::make(unit_in_batch, end - unit, kTileOverhead, blocks);
-      r.tile_unit = unit + run.first_unit - run.first;
+      r.unit = unit + run.first_unit - run.first;
+      r.blocks = blocks;
+      r.parts = 0;
       unit += run.units;
       unit_in_batch += run.units;
       if (run.last <= 0) continue;  // all of it is overhead
@@ -93,10 +130,10 @@ struct DealtWalk {
     }
     return false;
   }
-  // The pieces of the tile of a run.
-  __device__ __forceinline__ SlotPieces pieces(const DealtRun& r) const {
-    const int first = deal.owner(r.tile_unit);
-    return {p.slots, first, deal.owner(r.tile_unit + r.tile_blocks - 1) - first + 1};
+  __device__ __forceinline__ DealtPieces<Tile> pieces(const DealtRun& r) const {
+    if (r.parts > 0) return {p.slots, r.first_share, r.parts};
+    const int first = deal.owner(r.unit);
+    return {p.slots, first, deal.owner(r.unit + r.blocks - 1) - first + 1};
   }
 
  private:
@@ -112,22 +149,24 @@ struct DealtWalk {
     r.end = min(last * kBlockKV, r.length);
     const int share = blockIdx.x;
     r.slot = first > 0 || last < blocks ? 2 * share + (first == 0 ? 1 : 0) : -1;
-    r.tile_blocks = blocks;
   }
   // All tiles have `blocks` blocks of keys, and each is cut alike: the only run of this thread
   // block, if there is one.
-  __device__ __forceinline__ bool find_part(DealtRun& r, int share, int blocks) {
-    const int tile = share * p.inverse_parts >> kInverseShift, part = share - tile * p.equal_parts;
-    const int parts = min(p.equal_parts, (blocks + 1) / 2);
-    if (tile >= p.batch * p.heads || part >= parts) return false;
-    r.batch = tile * p.inverse_heads >> kInverseShift;
-    r.head = tile - r.batch * p.heads;
-    r.length = length_of(r.batch);
-    const int each = static_cast<unsigned>(blocks) / static_cast<unsigned>(parts);
-    deal = {each, blocks - each * parts, blocks, p.equal_parts};
-    const int first = part * each + min(part, deal.more);
-    r.tile_unit = tile * blocks;
-    set_keys(r, first, first + each + (part < deal.more ? 1 : 0), blocks);
+  __device__ __forceinline__ bool find_part(DealtRun& r, int tile, int part, int blocks) {
+    int parts = p.equal_parts, each, more = 0;
+    if (blocks >= 2 * parts) {
+      each = __umulhi(blocks, p.inverse_blocks);
+      if ((each + 1) * parts <= blocks) ++each;
+      more = blocks - each * parts;
+    } else {
+      each = 2;
+      parts = (blocks + 1) / 2;
+    }
+    if (part >= parts) return false;  // also where there are more thread blocks than parts
+    const int first = part * each + min(part, more);
+    set_keys(r, first, min(first + each + (part < more ? 1 : 0), blocks), blocks);
+    r.first_share = tile * p.equal_parts;
+    r.parts = parts;
     return true;
   }
   // The sequence that has `unit`.
@@ -155,10 +194,10 @@ struct DealtWalk {
   }
 };
 
-template <class Tile, DType kDType>
+template <class Tile, DType kDType, bool kPaged>
 struct DecodeDealtBlock : DecodeLean<Tile, kDType> {
   using Base = DecodeLean<Tile, kDType>;
-  using Ring = DecodeRing<Tile, /*kPaged=*/true>;
+  using Ring = DecodeRing<Tile, kPaged>;
   using Base::batch, Base::head;
 
   const DecodeDealtArgs& p;
@@ -170,10 +209,11 @@ struct DecodeDealtBlock : DecodeLean<Tile, kDType> {
 
   __device__ __forceinline__ KvPlaces places() const {
     KvPlaces s;
-    s.pages = p.block_table ? p.block_table + batch * p.block_table_stride : nullptr;
+    s.pages = kPaged ? p.block_table + batch * p.block_table_stride : nullptr;
     s.page_size = p.page_size;
+    s.page_shift = KvPlaces::shift_of(p.page_size);
     s.first_row = 0;
-    const int64_t row = p.block_table ? 0 : p.cache_batch_idx ? p.cache_batch_idx[batch] : batch;
+    const int64_t row = kPaged ? 0 : p.cache_batch_idx ? p.cache_batch_idx[batch] : batch;
     s.k = {p.k + 2 * (row * p.k_stride.batch + head * p.k_stride.head), 2 * p.k_stride.row,
            2 * p.k_stride.batch};
     s.v = {p.v + 2 * (row * p.v_stride.batch + head * p.v_stride.head), 2 * p.v_stride.row,
@@ -209,14 +249,14 @@ struct DecodeDealtBlock : DecodeLean<Tile, kDType> {
   }
 };
 
-template <class Tile, DType kDType>
+template <class Tile, DType kDType, bool kPaged>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     decode_dealt_kernel(const __grid_constant__ DecodeDealtArgs p) {
   extern __shared__ __align__(128) char smem[];
   __shared__ bool last;
-  using Block = DecodeDealtBlock<Tile, kDType>;
+  using Block = DecodeDealtBlock<Tile, kDType, kPaged>;
   typename Block::Ring ring(ptx::smem_addr(smem) + Tile::kBytesQ);
-  DealtWalk<Tile::kBlockKV> walk(p);
+  DealtWalk<Tile> walk(p);
   DealtRun run;
   bool found = walk.start(run);
 #pragma unroll 1
@@ -225,7 +265,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     block.main_loop(ring);
     block.store();
     if (run.slot >= 0) {
-      const SlotPieces pieces = walk.pieces(run);
+      const DealtPieces<Tile> pieces = walk.pieces(run);
       if (is_last_piece(&arrivals[p.counters][pieces.first_share], pieces.parts, last)) {
         block.merge_parts(pieces);
       }

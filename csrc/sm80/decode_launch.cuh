@@ -186,7 +186,7 @@ DecodeGrid dealt_grid(const FwdParams& p) {
   deal_by_lengths<Tile>(p, g);
   return g;
 }
-template <class Tile, DType kDType>
+template <class Tile, DType kDType, bool kPaged>
 void launch_dealt(const FwdParams& p, cudaStream_t stream) {
   const DecodeGrid g = dealt_grid<Tile>(p);
   const int64_t tiles = decode_tiles(p, g);
@@ -206,9 +206,10 @@ void launch_dealt(const FwdParams& p, cudaStream_t stream) {
       args.equal_shares % tiles == 0 ? round_parts(static_cast<int>(args.equal_shares / tiles)) : 0;
   args.inverse_parts = ceil_div(1 << kInverseShift, max_of(args.equal_parts, 1));
   args.inverse_heads = ceil_div(1 << kInverseShift, g.heads);
+  args.inverse_blocks = 0xffffffffu / static_cast<unsigned>(max_of(args.equal_parts, 1));
   args.slots = g.slots;
   static std::atomic<uint64_t> allowed{0};
-  launch_lean_kernel<Tile>(decode_dealt_kernel<Tile, kDType>, dim3(g.shares), stream, args,
+  launch_lean_kernel<Tile>(decode_dealt_kernel<Tile, kDType, kPaged>, dim3(g.shares), stream, args,
                            allowed);
 }
 
@@ -307,7 +308,11 @@ void launch_decode(const FwdParams& params, cudaStream_t stream) {
     if constexpr (kind.value == DecodeKind::kEven) {
       launch_even<Tile, kDType>(p, stream);
     } else if constexpr (kind.value == DecodeKind::kDealt) {
-      launch_dealt<Tile, kDType>(p, stream);
+      if (p.block_table) {
+        launch_dealt<Tile, kDType, true>(p, stream);
+      } else {
+        launch_dealt<Tile, kDType, false>(p, stream);
+      }
     } else if constexpr (kind.value == DecodeKind::kStream) {
       launch_decode_kernel<Tile, decode_stream_kernel<Tile, kDType>>(p, stream);
     } else {

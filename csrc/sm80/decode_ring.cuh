@@ -46,8 +46,26 @@ struct DecodeRing {
   }
   // Loads the next step.
   __device__ __forceinline__ void load(int to) {
-    load_tensor(stage(to), places.k, next_k, width_k);
-    load_tensor(stage(to) + Tile::kBytesStepK, places.v, next_v, width_v);
+    const char *rows_k[kRows], *rows_v[kRows];  // this lane's
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rows_k[i] = next_k + i * kRowStep * places.k.row_bytes;
+      rows_v[i] = next_v + i * kRowStep * places.v.row_bytes;
+    }
+    if constexpr (kPaged) {
+      if (places.pages) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const KvPlace at = KvPlaces::of_lane(next_place, lane / kLanes + i * kRowStep);
+          rows_k[i] = KvPlaces::row(column(places.k), places.k, at);
+          rows_v[i] = KvPlaces::row(column(places.v), places.v, at);
+        }
+      }
+    }
+    load_tensor(stage(to), rows_k, width_k);
+    load_tensor(stage(to) + Tile::kBytesStepK, rows_v, width_v);
+    next_k += Tile::kBlockKV * places.k.row_bytes;
+    next_v += Tile::kBlockKV * places.v.row_bytes;
     next_key += Tile::kBlockKV;
     if constexpr (kPaged) next_place = places.find(next_key + lane % kStepKeys, end);
   }
@@ -61,31 +79,28 @@ struct DecodeRing {
 
  private:
   static constexpr int kLanes = 8, kRowStep = 32 / kLanes;  // lanes on a row of a copy
+  static constexpr int kRows = kStepKeys / kRowStep;
 
   __device__ __forceinline__ const char* column(const KvTensor& t) const {
     return t.base + lane % kLanes * 16;
   }
-  __device__ __forceinline__ void load_tensor(uint32_t to, const KvTensor& t, const char*& next,
+  // Rows that do not count may lie anywhere: nothing is read there.
+  __device__ __forceinline__ void load_tensor(uint32_t to, const char* const (&rows)[kRows],
                                               int width) const {
     const int rows_left = end - next_key - lane / kLanes;  // from this lane's first on
     static_assert(Smem::kGroup == kLanes, "rows 8 apart are permuted alike");
     const uint32_t lane_to[2] = {to + Smem::offset(lane / kLanes, lane % kLanes),
                                  to + Smem::offset(lane / kLanes + kRowStep, lane % kLanes)};
 #pragma unroll
-    for (int i = 0; i < kStepKeys / kRowStep; ++i) {
-      // Rows that do not count may lie anywhere: nothing is read there.
-      const char* from = kPaged && places.pages
-                             ? places.row(column(t), t, next_place, lane / kLanes + i * kRowStep)
-                             : next + i * kRowStep * t.row_bytes;
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < Smem::kChunks / kLanes; ++j) {
         const bool valid = i * kRowStep < rows_left && (lane % kLanes + j * kLanes) * 8 < width;
         ptx::cp_async_16(
             lane_to[i % 2] + i / 2 * (2 * kRowStep * Smem::kRowBytes) + j * kLanes * 16,
-            from + j * kLanes * 16, valid, policy);
+            rows[i] + j * kLanes * 16, valid, policy);
       }
     }
-    next += Tile::kBlockKV * t.row_bytes;
   }
 };
 
