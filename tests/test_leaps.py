@@ -8,6 +8,7 @@ first, so the leaps grow towards key 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -37,11 +38,17 @@ def leaping(step: float, keys: int, dtype: torch.dtype, head_dim: int) -> list[t
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse in float64."""
+    """Output and lse in float64; `bias` is one value a key."""
     q, k, v = (x[0].double() for x in (q, k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+    if bias is not None:
+        scores = scores + bias.double()
     if causal:
         mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
         scores = scores.masked_fill(~mask, -math.inf)
@@ -64,6 +71,36 @@ def test_leaps(
     got = backend.call(
         AttentionCase(), "fwd", *(x.to(backend.device) for x in inputs), window_right=right
     )
+    check(got, want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("step", [14.0, 30.0, 200.0])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)],
+)
+def test_leaps_with_a_bias(
+    head_dim: int, dtype: torch.dtype, step: float, strict: bool, backend: Backend
+) -> None:
+    """Half of the leap comes from the bias; the last 70 keys are as good as masked by it."""
+    inputs = leaping(step / 2, 1300, dtype, head_dim)
+    block = torch.arange(1300) // 64
+    bias = (step / 2 / LOG2E * (block.max() - block)).to(dtype)
+    bias[-70:] = torch.finfo(dtype).min
+    want = reference(*inputs, False, bias)
+    got = backend.call(
+        AttentionCase(),
+        "fwd",
+        *(x.to(backend.device) for x in inputs),
+        bias=bias[None, None, None].to(backend.device),
+        strict=strict,
+    )
+    check(got, want)
+
+
+def check(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+    """Compares out and lse."""
     # P is rounded at the scale of an older reference: an ulp where an exact softmax has 1.
     for name, tensor, exact, absolute, relative in (
         ("out", got[0], want[0], 1.2e-2, 1e-2),

@@ -54,7 +54,7 @@ struct FwdTileShape {
 // clang-format off
 template <int kHeadDim, int kHeadDimV, SmemClass, Variant> struct FwdTile;
 //                                                                                        d   dv    q  kv  w  Qreg  blocks
-template <SmemClass s> struct FwdTile<32, 32, s, Variant::kPlain>              : FwdTileShape< 32,  32, 128, 64, 4, false, 2> {};
+template <SmemClass s> struct FwdTile<32, 32, s, Variant::kPlain>              : FwdTileShape< 32,  32,  64, 32, 2, false, 7> {};
 template <SmemClass s> struct FwdTile<32, 32, s, Variant::kGeneral>            : FwdTileShape< 32,  32,  64, 64, 4, false, 2> {};
 template <SmemClass s> struct FwdTile<64, 64, s, Variant::kPlain>              : FwdTileShape< 64,  64,  64, 64, 2, false, 4> {};
 template <> struct FwdTile<64, 64, SmemClass::k99, Variant::kPlain>            : FwdTileShape< 64,  64, 128, 64, 4, false, 2> {};

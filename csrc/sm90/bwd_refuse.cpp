@@ -3,6 +3,7 @@
 
 #include "common/host_device.h"
 #include "sm90/bwd.h"
+#include "sm90/narrow_rows.h"
 
 namespace flash_cuda::sm90 {
 namespace {
@@ -90,6 +91,7 @@ const char* refuse_bwd(const BwdParams& params) {
   }
   // Masked scores are an infinity that the scale makes negative.
   if (!(p.softmax_scale != 0.0f)) return "a softmax_scale of 0 is served by sm80";
+  if (is_many_narrow(p, 64)) return "many short rows of up to 32 columns are served by sm80";
   return refuse_layout(params);
 }
 

@@ -21,6 +21,34 @@ __device__ __forceinline__ float bounded_tanh(float x) {
   return 1.0f - __fdividef(2.0f, ptx::ex2(2.885390081777927f * x) + 1.0f);
 }
 
+// tanh(x) up to kSmallTanh, without the unit that computes exponentials; error below 5e-8.
+constexpr float kSmallTanh = 0.75f;
+__device__ __forceinline__ float small_tanh(float x) {
+  const float u = x * x;
+  float y = fmaf(u, -0.004482625052332878f, 0.01922057941555977f);
+  y = fmaf(u, y, -0.05313996970653534f);
+  y = fmaf(u, y, 0.13320353627204895f);
+  y = fmaf(u, y, -0.33332449197769165f);
+  y = fmaf(u, y, 0.9999998211860657f);
+  return x * y;
+}
+
+// s = cap * tanh(s * to_cap). kFirst: of a tile's first block, whose code is kept small.
+template <bool kFirst, int kN>
+__device__ __forceinline__ void cap_scores(float (&s)[kN], float to_cap, float cap) {
+  float largest = fabsf(s[0]);
+#pragma unroll
+  for (int i = 1; i < kN; ++i) largest = fmaxf(largest, fabsf(s[i]));
+  // Most blocks are small everywhere.
+  if (kFirst || __any_sync(~0u, largest * fabsf(to_cap) > kSmallTanh)) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) s[i] = cap * bounded_tanh(s[i] * to_cap);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) s[i] = cap * small_tanh(s[i] * to_cap);
+  }
+}
+
 // The bias of a warpgroup's block in shared memory: 64 rows of 128 bytes (float32: two panels of
 // them) as the copy engine swizzles them, or one row for all queries.
 struct BiasSlice {
@@ -106,11 +134,13 @@ __device__ __forceinline__ void add_elements(float (&s)[kN], float scale, const 
   }
 }
 
-template <DType kDType, int kN>
+template <DType kDType, bool kNarrow, int kN>
 __device__ __forceinline__ void add_bias(float (&s)[kN], float scale, const ScoreMod& mod,
                                          int first_row, int first_key, const BiasSlice& slice) {
   const bool wide = mod.bias_dtype == DType::kFloat32;
-  if (slice.base && !wide) {
+  if constexpr (kNarrow) {
+    add_slice_16<kDType>(s, scale, slice);
+  } else if (slice.base && !wide) {
     add_slice_16<kDType>(s, scale, slice);
   } else if (slice.base) {
     add_slice_32(s, scale, slice);
@@ -128,14 +158,12 @@ __device__ __forceinline__ void add_bias(float (&s)[kN], float scale, const Scor
 }
 
 // Products of Q and K become logits, in natural units.
-template <DType kDType, int kN>
+template <DType kDType, bool kNarrow, bool kFirst, int kN>
 __device__ __forceinline__ void modify_scores(float (&s)[kN], const ScoreMod& mod, int first_row,
                                               int first_key, const BiasSlice& slice) {
   float scale = mod.scale;  // what is still to be multiplied
   if (mod.softcap > 0.0f) {
-    const float to_cap = mod.scale / mod.softcap;
-#pragma unroll
-    for (int i = 0; i < kN; ++i) s[i] = mod.softcap * bounded_tanh(s[i] * to_cap);
+    cap_scores<kFirst>(s, mod.scale / mod.softcap, mod.softcap);
     scale = 1.0f;
   }
   if (mod.alibi_slope != 0.0f) {
@@ -149,7 +177,7 @@ __device__ __forceinline__ void modify_scores(float (&s)[kN], const ScoreMod& mo
     scale = 1.0f;
   }
   if (mod.bias) {
-    add_bias<kDType>(s, scale, mod, first_row, first_key, slice);
+    add_bias<kDType, kNarrow>(s, scale, mod, first_row, first_key, slice);
   } else if (scale != 1.0f) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) s[i] *= scale;

@@ -52,6 +52,8 @@ struct Consumer {
   // with a NaN) the exponentials themselves may have overflowed, so S is computed again.
   static constexpr float kRepairAbove = kBf16 ? 0x1p60f : 0x1p14f;
   static constexpr float kRecomputeFrom = 0x1p120f;
+  // General variant: how far a logit may rise above its row's reference.
+  static constexpr float kRise = (kBf16 ? 60 : 14) * kLn2;
 
   const FwdSmem<Tile> smem;
   const FwdArgs& args;
@@ -276,19 +278,29 @@ struct Consumer {
   // shared memory again, to keep registers free for the blocks that need no mask.
   __device__ __forceinline__ void exact_softmax(int kv_block, bool masked, float (&rescale)[2]) {
     const auto first_row = [this] { return lane_row(); };
-    const auto first_key = [this, kv_block] { return kv_block * kN + 2 * (lane() & 3); };
-    if constexpr (Tile::has(kGeneral)) {
-      const auto mod =
-          ScoreMod::make(args.params, work().batch, work().head, work().seqlen_q, work().seqlen_kv);
-      if (has_bias_slice()) smem.bias_ring().wait_full(blocks);
-      modify_scores<kDType>(s, mod, first_row(), first_key(), bias_slice());
-      release_bias();
-    }
+    const auto first_key = [this, kv_block] { return lane_key(kv_block); };
     if (masked) {
       mask_scores<!Tile::has(kDense)>(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv),
                                       first_row(), first_key());
     }
-    softmax_exact<Tile::has(kGeneral)>(s, args.scale_log2, rows, rescale);
+    softmax_exact(s, args.scale_log2, rows, rescale);
+  }
+  __device__ __forceinline__ int lane_key(int kv_block) const {
+    return kv_block * kN + 2 * (lane() & 3);
+  }
+  // General variant: products become logits.
+  template <bool kFirst>
+  __device__ __forceinline__ void make_logits(int kv_block, bool masked) {
+    const auto mod =
+        ScoreMod::make(args.params, work().batch, work().head, work().seqlen_q, work().seqlen_kv);
+    if (has_bias_slice()) smem.bias_ring().wait_full(blocks);
+    modify_scores<kDType, Tile::has(kNarrowBias), kFirst>(s, mod, lane_row(), lane_key(kv_block),
+                                                          bias_slice());
+    release_bias();
+    if (masked) {
+      mask_scores(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv), lane_row(),
+                  lane_key(kv_block));
+    }
   }
   __device__ __forceinline__ bool has_bias_slice() const {
     return Tile::has(kGeneral) && args.bias_rows != 0;
@@ -363,7 +375,16 @@ __device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv
   ptx::wgmma_wait_group<1>();
   ptx::pin(s);
 
-  if constexpr (kExact) {
+  if constexpr (Tile::has(kGeneral)) {
+    release_k();
+    float rescale[2];
+    make_logits<false>(kv_block, masked);
+    const bool risen = softmax_lazy(s, args.params.strict ? 0.f : kRise, rows, rescale);
+    wait_pv();
+    release_v(blocks - 1);
+    convert_p();
+    if (risen) scale_rows(o, rescale[0], rescale[1]);
+  } else if constexpr (kExact) {
     release_k();
     float rescale[2];
     exact_softmax(kv_block, masked, rescale);
@@ -438,7 +459,12 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::first_block(const FwdWal
   release_k();
   rows.reset();
   float unused[2];
-  exact_softmax(walk.end - 1, walk.is_masked(walk.end - 1), unused);
+  if constexpr (Tile::has(kGeneral)) {
+    make_logits<true>(walk.end - 1, walk.is_masked(walk.end - 1));
+    softmax_exact<true>(s, 1.0f, rows, unused);
+  } else {
+    exact_softmax(walk.end - 1, walk.is_masked(walk.end - 1), unused);
+  }
   convert_p();
   skip_v(skipped, blocks);
   ++blocks;

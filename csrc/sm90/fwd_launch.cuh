@@ -57,7 +57,7 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
     const int sections = ceil_div(p.batch * p.num_heads_q, args.section);
     args.joined_from = max_of(sections - kJoinedSections, 0) * args.section;
   }
-  args.scale_log2 = Tile::has(kGeneral) ? 1.0f : p.softmax_scale * kLog2e;
+  args.scale_log2 = p.softmax_scale * kLog2e;
   if (Tile::has(kGeneral)) set_bias_map(args, Tile::kBiasPanels);
   return args;
 }
@@ -97,10 +97,20 @@ void launch_plain(const FwdParams& p, cudaStream_t stream) {
   launch_tile<Tile, kDType>(p, stream);
 }
 
+// Three warpgroups take only a bias of 16 bits that the copy engine reads. Below a diagonal their
+// larger tiles pay where a bias is waited for along long rows.
+inline bool is_general_long(const FwdParams& p) {
+  if (has_diagonal(p) && (!p.bias || keys_of_a_row(p) <= 1024)) return false;
+  return !p.bias || (p.bias_dtype != DType::kFloat32 && bias_map_serves(p));
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
-  if (is_general(p)) return launch_tile<typename Variants::General, kDType>(p, stream);
+  if (is_general(p)) {
+    if (is_general_long(p)) return launch_tile<typename Variants::GeneralLong, kDType>(p, stream);
+    return launch_tile<typename Variants::General, kDType>(p, stream);
+  }
   if (keys_of_a_row(p) <= Variants::kShortKeys) {
     return launch_plain<typename Variants::Short, kDType>(p, stream);
   }

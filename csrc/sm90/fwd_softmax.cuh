@@ -124,6 +124,36 @@ __device__ __forceinline__ void softmax_exact(float (&s)[kN], float scale, Softm
   rows.sum[1] = fmaf(rows.sum[1], rescale[1], sum1);
 }
 
+// Where the product of a reference and log2(e) is rounded apart from that of a logit, their
+// difference is exact enough for references up to this.
+constexpr float kFoldedBelow = 0x1p12f;
+
+// One block of logits in natural units. A row keeps its reference until a logit rises more than
+// `rise` above it. Returns whether one did, so that o is to be multiplied.
+template <int kN>
+__device__ __forceinline__ bool softmax_lazy(float (&s)[kN], float rise, SoftmaxRows& rows,
+                                             float (&rescale)[2]) {
+  // Of this thread's columns: the others of the quad look at theirs.
+  float m0 = s[0], m1 = s[2];
+#pragma unroll
+  for (int j = 0; j < kN / 4; ++j) {
+    m0 = fmaxf(m0, fmaxf(s[4 * j], s[4 * j + 1]));
+    m1 = fmaxf(m1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
+  }
+  // The reference of a row without keys so far is -inf.
+  const bool risen = m0 > rows.reference[0] + rise || m1 > rows.reference[1] + rise ||
+                     fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > kFoldedBelow;
+  if (__any_sync(~0u, risen)) {
+    softmax_exact<true>(s, 1.0f, rows, rescale);
+    return true;
+  }
+  float sum0 = 0.f, sum1 = 0.f;
+  exponentials(s, kLog2e, rows.reference[0] * kLog2e, rows.reference[1] * kLog2e, sum0, sum1);
+  rows.sum[0] += sum0;
+  rows.sum[1] += sum1;
+  return false;
+}
+
 // What a row's sum says at the end: what to multiply O with, and the natural log of the sum.
 struct RowEnd {
   float factor, lse;

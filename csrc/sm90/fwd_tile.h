@@ -14,7 +14,8 @@ enum FwdOption : unsigned {
   kTrimBlocks = 4,    // every warpgroup walks its own KV range, not the block's
   kPingPong = 8,      // warpgroups take turns at issuing GEMMs
   kDense = 32,        // whole tensors, a diagonal at most, no sink, no tile without keys
-  kGeneral = 16,      // softcap, ALiBi, bias, any softmax_scale; every block by the exact path
+  kGeneral = 16,      // softcap, ALiBi, bias, any softmax_scale
+  kNarrowBias = 64,   // a bias only of 16 bits and only by the copy engine
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
@@ -62,7 +63,7 @@ struct FwdTile {
   // General variant: a bias in panels of 128 bytes, one for 16 bits a key, two for 32.
   static constexpr int kBiasStages = 2;
   static constexpr int kBiasPanelBytes = 64 * 128;
-  static constexpr int kBiasPanels = kHeadDim > 192 ? 1 : 2;             // what there is room for
+  static constexpr int kBiasPanels = kHeadDim > 192 || has(kNarrowBias) ? 1 : 2;  // as room allows
   static constexpr int kBiasSliceBytes = kBiasPanels * kBiasPanelBytes;  // of one warpgroup
 
   // Offsets from a base aligned to 1024 bytes.

@@ -20,6 +20,7 @@ struct FwdVariants<64, 64> {
   using Diagonal = FwdTile<64, 64, 64, 4, 8, kTrimBlocks>;
   using Short = Long;
   using General = FwdTile<64, 64, 64, 4, 2, kGeneral>;
+  using GeneralLong = General;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -28,6 +29,7 @@ struct FwdVariants<96, 96> {
   using Diagonal = FwdTile<96, 96, 64, 3, 4, kTrimBlocks>;
   using Short = FwdTile<96, 96, 128, 2, 2, kPingPong>;
   using General = FwdTile<96, 96, 64, 2, 2, kGeneral>;
+  using GeneralLong = General;
   static constexpr int kShortKeys = 1024;
 };
 // Turns keep the warpgroups apart; since KV ranges come from the scheduler they win at any length.
@@ -37,6 +39,7 @@ struct FwdVariants<128, 128> {
   using Diagonal = Long;
   using Short = Long;
   using General = FwdTile<128, 128, 64, 2, 2, kPingPong | kGeneral>;
+  using GeneralLong = FwdTile<128, 128, 64, 3, 2, kGeneral | kNarrowBias>;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -45,6 +48,7 @@ struct FwdVariants<192, 128> {
   using Diagonal = Long;
   using Short = Long;
   using General = FwdTile<192, 128, 64, 2, 2, kOutInParts | kGeneral>;
+  using GeneralLong = General;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -53,6 +57,7 @@ struct FwdVariants<192, 192> {
   using Diagonal = Long;
   using Short = Long;
   using General = FwdTile<192, 192, 64, 2, 2, kOutInParts | kGeneral>;
+  using GeneralLong = General;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -61,6 +66,7 @@ struct FwdVariants<256, 256> {
   using Diagonal = Long;
   using Short = Long;
   using General = FwdTile<256, 256, 48, 2, 2, kOutInParts | kGeneral>;
+  using GeneralLong = General;
   static constexpr int kShortKeys = 0;
 };
 
