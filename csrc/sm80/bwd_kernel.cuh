@@ -23,7 +23,8 @@
 
 namespace flash_cuda::sm80 {
 
-template <class Tile, DType kDType, Variant kVariant>
+// kTurns: dq may be added to in turn (ws.turn). Tiles that have copies of dq do without elsewhere.
+template <class Tile, DType kDType, bool kTurns, Variant kVariant>
 struct BwdBlock {
   static constexpr bool kGeneral = kVariant == Variant::kGeneral;
   static constexpr bool kShared = Tile::kSplitD > 1;  // P and dS operands from shared memory
@@ -267,12 +268,13 @@ struct BwdBlock {
   }
   // At the start of a tile.
   __device__ void ask_turn() {
-    if (ws.turn && threadIdx.x == 0) turns_seen = ptx::load_relaxed(ws.turn + this_tile());
+    if (kTurns && ws.turn && threadIdx.x == 0)
+      turns_seen = ptx::load_relaxed(ws.turn + this_tile());
   }
   // Before a barrier that additions of this tile follow, and behind one that those of the last
   // tile precede.
   __device__ void take_turn() {
-    if (!ws.turn || threadIdx.x != 0) return;
+    if (!kTurns || !ws.turn || threadIdx.x != 0) return;
     ptx::fence_acq_rel();  // for what has been seen, and for what has been added
     pass_turn();
     const int before = blocks_before();
@@ -537,7 +539,7 @@ struct BwdBlock {
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // the buffers of K and V are free
-    if (ws.turn && threadIdx.x == 0) {
+    if (kTurns && ws.turn && threadIdx.x == 0) {
       ptx::fence_acq_rel();
       pass_turn();
     }
@@ -586,7 +588,7 @@ struct BwdBlock {
   }
 };
 
-template <class Tile, DType kDType, Variant kVariant>
+template <class Tile, DType kDType, bool kTurns, Variant kVariant>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ BwdWorkspace ws,
                const __grid_constant__ DenseSchedule schedule) {
@@ -605,7 +607,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   if (!work.valid) return;
 
   for (int previous = -1;;) {
-    BwdBlock<Tile, kDType, kVariant> block(p, ws, work, previous, ptx::smem_addr(smem));
+    BwdBlock<Tile, kDType, kTurns, kVariant> block(p, ws, work, previous, ptx::smem_addr(smem));
 #pragma unroll
     for (int m = 0; m < Tile::kKeyTiles; ++m) {
       block.dk[m].clear();

@@ -80,8 +80,11 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   const int64_t blocks = f.cu_seqlens_k
                              ? packed_blocks(f.total_kv, f.batch, Tile::kBlockKV) * f.num_heads_kv
                              : schedule.size();
-  launch_kernel(bwd_kernel<Tile, kDType, kVariant>, blocks, Tile::kThreads, Tile::kSmemBytes,
-                stream, p, ws, schedule);
+  auto kernel = bwd_kernel<Tile, kDType, true, kVariant>;
+  if constexpr (has_dq_copies(Tile::kBlockKV)) {
+    if (!ws.turn) kernel = bwd_kernel<Tile, kDType, false, kVariant>;
+  }
+  launch_kernel(kernel, blocks, Tile::kThreads, Tile::kSmemBytes, stream, p, ws, schedule);
   if (p.wanted & kWantDq) {
     launch_kernel(bwd_postprocess_kernel<kDType>, ws.tiles * f.num_heads_q, kPostprocessThreads, 0,
                   stream, p, ws);

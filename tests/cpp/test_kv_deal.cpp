@@ -29,6 +29,12 @@ void test_deal() {
         previous = block;
       }
     }
+    // So many blocks in a row have one of everybody (bwd_postprocess.cuh).
+    for (int begin = 0; begin < 6 * count; ++begin) {
+      for (int owner = 0; owner < count; ++owner) {
+        EXPECT(deal.first_from(begin, owner) < begin + 2 * count - 1);
+      }
+    }
     EXPECT(*seen.begin() == 0 && *seen.rbegin() == 9 * count - 1);
   }
 }
