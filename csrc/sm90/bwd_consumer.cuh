@@ -1,33 +1,56 @@
 // The warpgroups that compute: 64 keys and one half of dQ each.
 #pragma once
 
-#include "common/mask.h"
 #include "ptx/convert.h"
 #include "ptx/fence.h"
-#include "ptx/math.h"
 #include "ptx/mbarrier.h"
 #include "ptx/named_barrier.h"
+#include "ptx/red.h"
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
-#include "sm90/bwd_bias_tile.cuh"
 #include "sm90/bwd_convert.cuh"
-#include "sm90/bwd_smem.cuh"
+#include "sm90/bwd_scores.cuh"
 
 namespace flash_cuda::sm90 {
 
-// kGeneral: with softcap, or with ALiBi and a bias. Where the tile has room for a bias there are
-// ALiBi and a bias, and kGeneral means softcap.
 template <class Tile, DType kDType, bool kGeneral>
-struct BwdConsumer {
-  static constexpr bool kBias = Tile::kBiasStages > 0;
+struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
+  using Base = BwdScores<Tile, kDType, kGeneral>;
+  using Base::add_bias_tile;
+  using Base::args;
+  using Base::bias_gradient;
+  using Base::biased_gradients;
+  using Base::capped_probabilities;
+  using Base::dp;
+  using Base::ds16;
+  using Base::kBias;
+  using Base::kBlockQ;
+  using Base::kScores;
+  using Base::kSlices;
+  using Base::lane;
+  using Base::lse_of_column;
+  using Base::maps;
+  using Base::mask_scores;
+  using Base::modify_scores;
+  using Base::p16;
+  using Base::pack_probabilities;
+  using Base::pin_operand;
+  using Base::preset_dp;
+  using Base::probabilities;
+  using Base::score_gradients;
+  using Base::scores;
+  using Base::smem;
+  using Base::smem_ptr;
+  using Base::thread;
+  using Base::uniform;
+  using Base::warp;
+  using Base::warpgroup;
+
   static constexpr bool kBf16 = kDType == DType::kBFloat16;
-  static constexpr int kHeadDim = Tile::kHeadDim, kBlockQ = Tile::kBlockQ;
-  static constexpr int kBlockKV = Tile::kBlockKV;
+  static constexpr int kHeadDim = Tile::kHeadDim, kBlockKV = Tile::kBlockKV;
   // With a bias and a cap, head dim 128, there is no room for dP^T beside the scores.
   static constexpr bool kLateDp = kBias && kGeneral && kHeadDim > 64;
-  static constexpr int kScores = kBlockQ / 2;   // S^T and dP^T accumulators a thread
-  static constexpr int kOut = kHeadDim / 2;     // dK and dV accumulators a thread
-  static constexpr int kSlices = kBlockQ / 16;  // k-steps of dV and dK
+  static constexpr int kOut = kHeadDim / 2;  // dK and dV accumulators a thread
   static constexpr bool kSplitDqRows = Tile::kSplitDqRows, kDqInTurns = Tile::kDqInTurns;
   static constexpr int kDqCols = kSplitDqRows || kDqInTurns ? kHeadDim : kHeadDim / 2;
   using Smem = BwdSmem<Tile>;
@@ -39,26 +62,7 @@ struct BwdConsumer {
   static constexpr uint64_t kDescKv =
       ptx::wgmma_desc_base(kBlockKV * 128, 1024, ptx::kDescSwizzle128);
 
-  const BwdArgs& args;
-  const BwdMaps& maps;
-  const uint32_t smem;
-  uint8_t* const smem_ptr;
-  const int warpgroup, thread;  // 0 or 1; in the warpgroup
-
-  float dk[kOut], dv[kOut], scores[kScores], dp[kScores];
-  uint32_t p16[kSlices][4],
-      ds16[kSlices][4];         // A operands, one row a k-step
-  uint32_t slopes[kSlices][4];  // with a bias and a cap: derivatives of tanh, float16
-
-  __device__ static void pin_operand(uint32_t (&a)[kSlices][4]) {
-#pragma unroll
-    for (int k = 0; k < kSlices; ++k) ptx::pin(a[k]);
-  }
-  __device__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
-  __device__ int lane() const { return thread & 31; }
-  __device__ int warp() const { return thread >> 5; }
-  // First of the two keys of this thread in the block; the other is 8 further.
-  __device__ int key_row() const { return warpgroup * 64 + warp() * 16 + lane() / 4; }
+  float dk[kOut], dv[kOut];
 
   // acc = A B^T over head_dim, A: 64 keys of this warpgroup, B: kBlockQ rows. `fresh`: from zero.
   template <bool kFresh>
@@ -103,195 +107,6 @@ struct BwdConsumer {
       } else {
         ptx::Wgmma<kDqCols>::template ss<kBf16, 1, 1>(dq, a + k * 128, b + k * 128);
       }
-    }
-  }
-
-  // Accumulators of dP^T start at -delta of their column.
-  __device__ void preset_dp(int stage) {
-    const float2* delta =
-        reinterpret_cast<const float2*>(smem_ptr + Smem::kDelta + stage * Smem::kRowBytes) +
-        lane() % 4;
-#pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-      const float2 d = delta[4 * j];
-      dp[4 * j] = dp[4 * j + 2] = d.x;
-      dp[4 * j + 1] = dp[4 * j + 3] = d.y;
-    }
-    ptx::pin(dp);
-  }
-
-  __device__ float2 lse_of_column(int stage, int j) const {
-    return reinterpret_cast<const float2*>(smem_ptr + Smem::kLse +
-                                           stage * Smem::kRowBytes)[4 * j + lane() % 4];
-  }
-
-  // Columns (queries) outside a key's interval get -inf.
-  __device__ void mask_scores(const Mask& mask, int q0, int kv0) {
-    const int key = kv0 + key_row(), col = q0 + 2 * (lane() % 4);
-    int begin[2], end[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int kv = key + 8 * r;
-      begin[r] = mask.q_begin(kv) - col;
-      end[r] = kv < mask.seqlen_kv ? mask.q_end(kv) - col : begin[r];
-    }
-#pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = 8 * j + e % 2;
-        if (q < begin[e / 2] || q >= end[e / 2]) scores[4 * j + e] = args.masked_score;
-      }
-    }
-  }
-
-  // tanh with an absolute error of about 1e-7, in two approximate instructions.
-  __device__ static float tanh_of(float x) {
-    return 1.0f - __fdividef(2.0f, 1.0f + ptx::ex2(x * 2.8853900817779268f));
-  }
-
-  // General variant: products to scores, see BwdArgs.
-  __device__ void modify_scores(const BwdTask<Tile>& task, int q0, int group) {
-    const FwdParams& p = args.params.fwd;
-    if (p.softcap != 0.0f) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] = tanh_of(scores[i] * args.to_score);
-      return;
-    }
-    const int q = q0 + 2 * (lane() % 4), key = task.kv0 + key_row();
-    const int head = task.first_q_head() + group;
-    if (p.alibi_slopes) {
-      const float slope = p.alibi_slopes[task.sequence * p.alibi_batch_stride + head];
-      const int distance = q + task.mask.offset - key;
-#pragma unroll
-      for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float away = fabsf(static_cast<float>(distance + 8 * j + e % 2 - 8 * (e / 2)));
-          scores[4 * j + e] = fmaf(-slope, away, scores[4 * j + e] * args.to_score);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] *= args.to_score;
-    }
-    if (p.bias) sm90::add_bias<kDType>(scores, p, task.mask, task.sequence, head, q, key);
-  }
-
-  // With a tile of bias and no cap: products to scores.
-  __device__ void add_bias_tile(const BwdBias<Tile, kDType>& bias) {
-    bias.for_each([&](int j, const float (&b)[4]) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[4 * j + e] = fmaf(scores[4 * j + e], args.to_score, b[e]);
-    });
-    if (!args.params.fwd.alibi_slopes) return;
-    const float slope = bias.part().slope();
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = fmaf(-slope, bias.part().away(i), scores[i]);
-  }
-
-  // With a bias and a cap, of the tanhs: P^T, to p16, and the derivative of tanh.
-  __device__ void capped_probabilities(const BwdBias<Tile, kDType>& bias, int stage,
-                                       const float2* lse) {
-    constexpr float kLog2E = 1.4426950408889634f;
-    const float slope = args.params.fwd.alibi_slopes ? bias.part().slope() * kLog2E : 0.0f;
-    bias.for_each([&](int j, const float (&b)[4]) {
-      const float2 row = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
-      float* s = scores + 4 * j;
-      float probability[4], slope_of[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float add =
-            fmaf(b[e], kLog2E, fmaf(-slope, bias.part().away(4 * j + e), e % 2 ? -row.y : -row.x));
-        probability[e] = ptx::ex2(fmaf(s[e], args.scale_log2, add));
-        // A masked score is -inf and has no slope to tell from.
-        const float tanh = fmaxf(s[e], -1.0f);
-        slope_of[e] = fmaf(-tanh, tanh, 1.0f);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        p16[j / 2][j % 2 * 2 + r] = ptx::pack<kDType>(probability[2 * r], probability[2 * r + 1]);
-        slopes[j / 2][j % 2 * 2 + r] =
-            ptx::pack<DType::kFloat16>(slope_of[2 * r], slope_of[2 * r + 1]);
-      }
-    });
-  }
-
-  // P^T = exp2(S^T * scale_log2 - lse2) of some slices. With a cap the derivative of tanh then
-  // joins it, where only dS^T takes it from, so the operand for dV is made before.
-  template <int kFrom = 0, int kTo = kSlices>
-  __device__ void probabilities(float scale_log2, int stage, const float2* lse) {
-    const float capped = !kBias && args.params.fwd.softcap != 0.0f ? 1.0f : 0.0f;
-#pragma unroll
-    for (int j = 2 * kFrom; j < 2 * kTo; ++j) {
-      const float2 l = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
-      float* s = scores + 4 * j;
-      // A masked score is -inf and has no slope to tell from.
-      const float tanhs[4] = {fmaxf(s[0], -1.0f), fmaxf(s[1], -1.0f), fmaxf(s[2], -1.0f),
-                              fmaxf(s[3], -1.0f)};
-      s[0] = ptx::ex2(fmaf(s[0], scale_log2, -l.x));
-      s[1] = ptx::ex2(fmaf(s[1], scale_log2, -l.y));
-      s[2] = ptx::ex2(fmaf(s[2], scale_log2, -l.x));
-      s[3] = ptx::ex2(fmaf(s[3], scale_log2, -l.y));
-      if constexpr (kBias) {
-        pack_probabilities(j);
-      } else if constexpr (kGeneral) {
-        pack_probabilities(j);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] *= fmaf(-capped * tanhs[e], tanhs[e], 1.0f);
-      }
-    }
-  }
-
-  __device__ void pack_probabilities(int j) {
-    const float* s = scores + 4 * j;
-    p16[j / 2][j % 2 * 2] = ptx::pack<kDType>(s[0], s[1]);
-    p16[j / 2][j % 2 * 2 + 1] = ptx::pack<kDType>(s[2], s[3]);
-  }
-  template <int kFrom, int kTo>
-  __device__ void pack_probabilities() {
-#pragma unroll
-    for (int j = 2 * kFrom; j < 2 * kTo; ++j) pack_probabilities(j);
-  }
-
-  // General variant: dS^T, not rounded, to the gradient of the bias, and P^T := 1.
-  __device__ void bias_gradient(const BwdTask<Tile>& task, int q0, int group) {
-    if (!args.params.dbias) return;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) dp[i] *= scores[i], scores[i] = 1.0f;
-    add_dbias(dp, args.params, q0 / kBlockQ * args.dbias_block_stride, task.mask, task.sequence,
-              task.first_q_head() + group, q0 + 2 * (lane() % 4), task.kv0 + key_row());
-  }
-
-  // With a tile of bias: dS^T. Before it is rounded, or comes to the cap, it is the gradient of the
-  // bias.
-  __device__ void biased_gradients(const BwdBias<Tile, kDType>& bias) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      const float2 probability = kGeneral ? ptx::unpack<kDType>(p16[i / 4][i % 4])
-                                          : make_float2(scores[2 * i], scores[2 * i + 1]);
-      dp[2 * i] *= probability.x;
-      dp[2 * i + 1] *= probability.y;
-    }
-    bias.write(maps, dp);
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      float2 d = {dp[2 * i], dp[2 * i + 1]};
-      if constexpr (kGeneral) {
-        const float2 slope = ptx::unpack<DType::kFloat16>(slopes[i / 4][i % 4]);
-        d = {d.x * slope.x, d.y * slope.y};
-      }
-      ds16[i / 4][i % 4] = ptx::pack<kDType>(d.x, d.y);
-    }
-  }
-
-  // dS^T = P^T o dP^T, where dP^T already is less delta.
-  template <int kFrom = 0, int kTo = kSlices>
-  __device__ void score_gradients() {
-#pragma unroll
-    for (int j = 4 * kFrom; j < 4 * kTo; ++j) {
-      ds16[j / 4][j % 4] =
-          ptx::pack<kDType>(scores[2 * j] * dp[2 * j], scores[2 * j + 1] * dp[2 * j + 1]);
     }
   }
 
@@ -373,31 +188,31 @@ struct BwdConsumer {
       issue_dv<0, kSlices>(dout_tile);
     } else if constexpr (Tile::kDkInHalves) {
       // The second half of the exponentials runs beside the first half of dV and dK.
-      probabilities<0, kHalf>(args.scale_log2, stage, lse);
+      Base::template probabilities<0, kHalf>(args.scale_log2, stage, lse);
       // Passed long since: a branch, over which the compiler does not put the exponentials off.
       ptx::mbarrier_wait(bars.q_full(stage), phase);
       ptx::wgmma_wait_group<0>();
       ptx::pin(dp);
-      score_gradients<0, kHalf>();
+      Base::template score_gradients<0, kHalf>();
       store_ds<0, kHalf>(stage);
-      pack_probabilities<0, kHalf>();
+      Base::template pack_probabilities<0, kHalf>();
       issue_dv<0, kHalf>(dout_tile);
       ptx::pin(dk);
       gemm_out<0, kHalf>(dk, ds16, q_tile);
       ptx::wgmma_commit_group();
-      probabilities<kHalf, kSlices>(args.scale_log2, stage, lse);
-      score_gradients<kHalf, kSlices>();
+      Base::template probabilities<kHalf, kSlices>(args.scale_log2, stage, lse);
+      Base::template score_gradients<kHalf, kSlices>();
       store_ds<kHalf, kSlices>(stage);
-      pack_probabilities<kHalf, kSlices>();
+      Base::template pack_probabilities<kHalf, kSlices>();
       issue_dv<kHalf, kSlices>(dout_tile);
     } else {
       // The first half of dV is issued before dP^T is waited for.
-      probabilities<0, kHalf>(args.scale_log2, stage, lse);
-      pack_probabilities<0, kHalf>();
+      Base::template probabilities<0, kHalf>(args.scale_log2, stage, lse);
+      Base::template pack_probabilities<0, kHalf>();
       issue_dv<0, kHalf>(dout_tile);
       ptx::wgmma_commit_group();
-      probabilities<kHalf, kSlices>(args.scale_log2, stage, lse);
-      pack_probabilities<kHalf, kSlices>();
+      Base::template probabilities<kHalf, kSlices>(args.scale_log2, stage, lse);
+      Base::template pack_probabilities<kHalf, kSlices>();
       ptx::wgmma_wait_group<1>();
       ptx::pin(dp);
       score_gradients();
@@ -524,13 +339,53 @@ struct BwdConsumer {
     hand_out(stage);
   }
 
+  // A piece of a shared task leaves dK and dV in the workspace. Who is done last adds the pieces of
+  // the task in their order, whoever that is, and stores the sums.
+  __device__ void join_pieces(BwdTask<Tile>& task) {
+    constexpr int kQuads = kOut / 4, kThreads = 128 * Tile::kConsumerWarpgroups;
+    float4* const mine = reinterpret_cast<float4*>(args.work.pieces) + warpgroup * 128 + thread;
+    const auto at = [&](int slot, int i) {
+      return mine + (int64_t(slot) * 2 * kQuads + i) * kThreads;
+    };
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      *at(task.slot, i) = make_float4(dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]);
+      *at(task.slot, i + kQuads) =
+          make_float4(dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]);
+    }
+    ptx::named_barrier_sync(kDsReady, kThreads);
+    if (warpgroup == 0 && thread == 0) {
+      const int before = ptx::add_acq_rel(args.work.pieces_done + task.shared, 1);
+      task.stores = before == task.pieces - 1;
+    }
+    ptx::named_barrier_sync(kDsReady, kThreads);
+    if (!task.stores) return;
+    const int first = BwdShares::slot(args.shares.first_share(task.shared), task.shared);
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) dk[i] = dv[i] = 0.0f;
+#pragma unroll 1
+    for (int piece = 0; piece < task.pieces; ++piece) {
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        add_quad(dv + 4 * i, __ldcg(at(first + piece, i)));
+        add_quad(dk + 4 * i, __ldcg(at(first + piece, i + kQuads)));
+      }
+    }
+  }
+  __device__ static void add_quad(float* sum, float4 v) {
+    sum[0] += v.x;
+    sum[1] += v.y;
+    sum[2] += v.z;
+    sum[3] += v.w;
+  }
+
   __device__ void run() {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     RingPlace tasks, rows;
     uint32_t kv_phase = 0;
     for (;; tasks.next()) {
       ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
-      const BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
+      BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
       if (task.none) break;
       if constexpr (kConverts<Tile, kGeneral>) {
         if (task.convert) {
@@ -546,6 +401,9 @@ struct BwdConsumer {
         accumulate(task, rows);
         kv_phase ^= 1;
         ptx::mbarrier_arrive(bars.kv_empty());
+      }
+      if constexpr (kShares<Tile, kGeneral>) {
+        if (task.pieces > 1) join_pieces(task);
       }
       ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
       stage_out(dv, 1.0f, rows.slot);

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else if (warp <= 2) {
       BwdStore<Tile, kConverts<Tile, kGeneral>>{args, smem, smem_ptr, warp - 1}.run(maps);
     } else {
-      bwd_draw<Tile>(args, smem, smem_ptr);
+      bwd_draw<Tile, kShares<Tile, kGeneral>>(args, smem, smem_ptr);
     }
   } else {
     ptx::setmaxnreg_inc<232>();

@@ -11,6 +11,10 @@
 
 namespace flash_cuda::sm90 {
 
+inline bool bwd_is_general(const FwdParams& p) {
+  return p.softcap != 0.0f || p.alibi_slopes || p.bias;
+}
+
 template <class Tile>
 int bwd_kv_blocks(const FwdParams& p) {
   return p.cu_seqlens_k ? static_cast<int>(p.total_kv / Tile::kBlockKV) + p.batch
@@ -61,14 +65,61 @@ inline int heads_per_section(const FwdParams& p, int heads, int kv_blocks, int s
   return section;
 }
 
+// Under a mask the last two sections are one: it begins with the longest tasks of all its heads, so
+// that none of them is the last to be drawn.
+template <class Tile>
+int bwd_sections(const BwdArgs& args) {
+  const FwdParams& p = args.params.fwd;
+  const int sections = ceil_div(args.sections_of, args.heads_per_section);
+  const bool uneven =
+      BwdTask<Tile>::kNarrow && p.window_right != kUnbounded && !p.cu_seqlens_q && !p.cu_seqlens_k;
+  return uneven && !args.params.deterministic && sections > 2 ? sections - 1 : sections;
+}
+
+// How the tasks of an incomplete last round are shared by all thread blocks, if that saves enough
+// Q rows: a piece costs as much as some 300 rows beside its own, and to add it takes a tenth of
+// that; conversions keep thread blocks busy that have no task. In deterministic mode the pieces of
+// a row would come at different times, and their turns wait.
+template <class Tile>
+BwdShares bwd_shares(const BwdArgs& args, bool converts) {
+  const BwdParams& params = args.params;
+  const FwdParams& p = params.fwd;
+  const int units = p.num_sms, tasks = args.num_tasks % units;
+  const bool equal = p.window_left == kUnbounded && p.window_right == kUnbounded &&
+                     p.attention_chunk == 0 && !p.cu_seqlens_q && !p.cu_seqlens_k && !p.seqused_q &&
+                     !p.seqused_k;
+  const bool in_last_section =
+      tasks <= args.heads_of_section(args.num_sections - 1) * args.kv_blocks;
+  if (!equal || params.deterministic || bwd_is_general(p) || tasks == 0 || !in_last_section) {
+    return {};
+  }
+  const int steps = ceil_div(p.seqlen_q, Tile::kBlockQ);
+  const int length =
+      max_of(ceil_div(tasks * steps, units), static_cast<int>(std::ceil(std::sqrt(0.5 * steps))));
+  const int saved = (steps - length) * Tile::kBlockQ;
+  if (saved < (converts ? 3072 : 512)) return {};
+  BwdShares shares{tasks, steps, length, ceil_div(tasks * steps, length), 0};
+  for (int t = 0; t < tasks; ++t) shares.all_pieces += shares.pieces_of(t);
+  return shares;
+}
+
 // How far ahead of its own tasks a section's sums of dQ are zeroed: when those are drawn, all
 // blocks have drawn another task since. 0: by the pre-pass.
 inline int sections_ahead(const BwdArgs& args) {
   const FwdParams& p = args.params.fwd;
   if (p.cu_seqlens_q || p.cu_seqlens_k) return 0;
-  const int sections = args.num_sections();
+  const int sections = args.num_sections;
   const int ahead = 1 + ceil_div(p.num_sms, args.heads_per_section * args.kv_blocks);
   return ahead < sections ? ahead : 0;
+}
+
+// Whether the main kernel makes dQ of its sums. In deterministic mode a conversion that waits would
+// hold up turns; long rows gain nothing.
+template <class Tile>
+bool bwd_converts(const BwdArgs& args) {
+  const BwdParams& params = args.params;
+  return kConverts<Tile, false> && !bwd_is_general(params.fwd) && !params.deterministic &&
+         params.fwd.seqlen_q <= 8192 && args.sections_ahead && params.dq;
 }
 
 // Where the main kernel leaves dS for the gradient of a bias.
@@ -130,10 +181,6 @@ inline void bias_maps(const BwdArgs& args, BwdMaps& maps) {
 inline bool any_gemm(const BwdArgs& args) {
   const BwdParams& params = args.params;
   return args.num_tasks > 0 && (params.dq || params.dk || params.dv || params.dbias);
-}
-
-inline bool bwd_is_general(const FwdParams& p) {
-  return p.softcap != 0.0f || p.alibi_slopes || p.bias;
 }
 
 // Where the main kernel writes dK and dV: the parts, if there are any.
@@ -199,7 +246,8 @@ void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) 
   static std::atomic<uint64_t> smem_allowed{0};
   auto* kernel = bwd_kernel<Tile, kDType, kGeneral>;
   allow_dynamic_smem(kernel, kSmemBytes, smem_allowed);
-  const int blocks = min_of(args.num_tasks, args.params.fwd.num_sms);
+  const int tasks = args.num_tasks + args.shares.count - args.shares.tasks;
+  const int blocks = min_of(tasks, args.params.fwd.num_sms);
   LaunchShape shape{dim3(static_cast<unsigned>(blocks)), Tile::kThreads, kSmemBytes};
   shape.after_dependency = true;
   launch_kernel(kernel, shape, stream, maps, args);
@@ -214,7 +262,7 @@ inline int first_down(const BwdArgs& args) {
   const FwdParams& p = args.params.fwd;
   if (!args.params.deterministic) return 0;
   const bool grow = p.window_right != kUnbounded && p.window_left == kUnbounded;  // to low keys
-  const int sections = args.num_sections();
+  const int sections = args.num_sections;
   return grow && !p.attention_chunk && sections > 1 ? sections - 1 : sections;
 }
 
@@ -227,7 +275,6 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
   args.params.fwd.num_sms = units;
   args.splits = splits;
   args.parts = p.num_heads_kv * splits;
-  args.work.assign(params.workspace, params, Tile::kBlockQ, Tile::kHeadDim, splits);
   constexpr float kLog2E = 1.4426950408889634f;
   args.scale_log2 = p.softmax_scale * kLog2E;
   if (p.softcap != 0.0f) {
@@ -248,21 +295,32 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
     args.heads_per_section = min_of(2 * args.heads_per_section, args.sections_of);
   }
   args.batch_inner = Tile::kBiasStages > 0 && p.bias && p.bias_batch_stride == 0;
+  args.num_tasks = args.kv_blocks * args.sections_of;
+  args.num_sections = bwd_sections<Tile>(args);
+  args.joined_heads = max_of(args.sections_of - args.num_sections * args.heads_per_section, 0);
+  args.last_heads = args.heads_per_section + args.joined_heads;
+  args.first_down = first_down(args);
+  args.sections_ahead = any_gemm(args) ? sections_ahead(args) : 0;
+  args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
   // A task that is drawn and not begun keeps others waiting.
   args.draw_at = params.deterministic ? 2 : Tile::kHeadDim > 128 ? 8 : 4;
-  args.num_tasks = args.kv_blocks * args.sections_of;
-  args.first_down = first_down(args);
-  args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
-  args.sections_ahead = any_gemm(args) ? sections_ahead(args) : 0;
-  // In deterministic mode a conversion that waits would hold up turns; long rows gain nothing.
   if constexpr (BwdTask<Tile>::kNarrow) {
-    const bool can = kConverts<Tile, false> && !bwd_is_general(p) && !params.deterministic;
-    if (can && p.seqlen_q <= 8192 && args.sections_ahead && params.dq) {
-      const int group = p.num_heads_q / args.parts;
-      args.conversions = ceil_div(args.heads_per_section * group * args.q_blocks, kConvertBlocks);
+    const bool converts = bwd_converts<Tile>(args);
+    if (converts) {
+      const int items_of_head = p.num_heads_q / args.parts * args.q_blocks;
+      const auto conversions = [&](int heads, int blocks) {
+        return ceil_div(heads * items_of_head, blocks);
+      };
+      args.conversions = conversions(args.heads_per_section, kConvertBlocks);
+      args.last_conversions =
+          conversions(args.heads_of_section(args.num_sections - 1), kLastConvertBlocks);
     }
+    if constexpr (kShares<Tile, false>) args.shares = bwd_shares<Tile>(args, converts);
   }
-  args.num_draws = args.num_tasks + args.num_sections() * args.conversions;
+  args.work.assign(params.workspace, params, Tile::kBlockQ, Tile::kHeadDim, splits,
+                   args.shares.tasks, args.shares.slots());
+  args.num_draws = args.num_tasks + args.shares.count - args.shares.tasks +
+                   (args.num_sections - 1) * args.conversions + args.last_conversions;
   return args;
 }
 
@@ -328,8 +386,12 @@ template <int kHeadDim>
 size_t bwd_workspace_bytes(const BwdParams& params) {
   return with_bwd_tile<kHeadDim>(params, [&](auto tile) {
     using Tile = decltype(tile);
-    return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, kHeadDim,
-                                 group_splits<Tile>(params));
+    BwdParams sized = params;
+    sized.workspace = nullptr;
+    const int splits = group_splits<Tile>(params);
+    const BwdShares shares = bwd_args<Tile>(sized, params.fwd.num_sms, splits).shares;
+    return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, kHeadDim, splits, shares.tasks,
+                                 shares.slots());
   });
 }
 

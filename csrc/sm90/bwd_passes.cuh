@@ -135,8 +135,11 @@ __global__ void __launch_bounds__(kPassThreads)
   }
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) *args.work.next_task = 0;
+    for (int i = threadIdx.x; i < args.shares.tasks; i += kPassThreads) {
+      args.work.pieces_done[i] = 0;
+    }
     if (args.sections_ahead) {
-      for (int i = threadIdx.x; i < args.num_sections(); i += kPassThreads) {
+      for (int i = threadIdx.x; i < args.num_sections; i += kPassThreads) {
         args.work.zeroed[i] = args.work.added[i] = 0;
       }
     }

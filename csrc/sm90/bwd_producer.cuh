@@ -155,12 +155,14 @@ struct BwdTails {
   }
 };
 
-// One thread: zeroes a task's part of the dQ sums of a section that is yet to come. They go to the
-// L2 cache and are added to before they would leave it, which saves writing and reading them.
+// One thread: zeroes a task's part of the dQ sums of a section that is yet to come, if there is
+// one. They go to the L2 cache and are added to before they would leave it, which saves writing and
+// reading them.
 template <class Tile>
 __device__ __forceinline__ void bwd_zero_sums(const BwdArgs& args, const BwdTask<Tile>& task,
                                               uint32_t smem) {
   using Smem = BwdSmem<Tile>;
+  if (task.section + args.sections_ahead >= args.num_sections) return;
   const ItemRange items = items_to_zero(args, task);
 #pragma unroll 1
   for (int item = items.begin; item < items.end; ++item) {
@@ -181,7 +183,7 @@ __device__ __forceinline__ void bwd_zero_sums(const BwdArgs& args, const BwdTask
 // without a gap, late enough that no task waits long for a block that is busy; and zeroes sums.
 // Tasks are drawn in order also at first, so that whatever a task waits for in deterministic mode
 // is running or done, or waits only for such.
-template <class Tile>
+template <class Tile, bool kShare>
 __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uint8_t* smem_ptr) {
   using Smem = BwdSmem<Tile>;
   const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
@@ -193,16 +195,18 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
   ptx::fence_proxy_async_shared();
   __syncwarp();
   ptx::griddep_wait();  // the pre-pass sets the counter
+  int index = 0;
+  bool second = false;
   for (RingPlace tasks;; tasks.next()) {
     BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
     if (lane == 0) {
       ptx::mbarrier_wait(bars.near_end(), tasks.slot ^ 1);
       ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
       do {
-        const int index = atomicAdd(args.work.next_task, 1);
+        if (!second) index = atomicAdd(args.work.next_task, 1);
         task.none = index >= args.num_draws;
         if (task.none) break;
-        bwd_task<Tile>(args, index, task);
+        second = bwd_task<Tile, kShare>(args, index, second, task);
       } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
       ptx::mbarrier_arrive(bars.task_full(tasks.slot));
       if (!task.none && !task.convert && args.sections_ahead) bwd_zero_sums(args, task, smem);
@@ -274,7 +278,7 @@ struct BwdStore {
                             const BwdTask<Tile>& task) {
     if (!kOwn && !my_turn()) return;
     wait_full();
-    if (out) {
+    if (out && task.stores) {
       for (int half = 0; half < 2; ++half) {
         if (kOwn && half != me) continue;
         const int first = task.kv0 + half * kRows, rows = task.kv_slot_end - first;

@@ -62,6 +62,10 @@ struct BwdWorkspace {
   int* zeroed =
       nullptr;           // of each section (dense batches): tasks that have zeroed their part of it
   int* added = nullptr;  // of each section: store warps whose task adds nothing more to dQ
+  // Where tasks are shared: dK and dV of each piece, in accumulator order, float32; and of each
+  // task how many pieces are done.
+  float* pieces = nullptr;
+  int* pieces_done = nullptr;
   // (batch, num_heads_q, dbias_rows, seqlen_kv): where deterministic mode sums a repeated bias in a
   // fixed order, dS of every query, or its sum over a row block if all queries share a row.
   float* dbias = nullptr;
@@ -70,6 +74,7 @@ struct BwdWorkspace {
   size_t dbias_bytes(const FwdParams& p) const {
     return size_t(p.batch) * p.num_heads_q * dbias_rows * p.seqlen_kv * sizeof(float);
   }
+  static size_t piece_floats(int head_dim) { return size_t(2) * 128 * head_dim; }
   static int max_sections(const FwdParams& p, int splits) {
     return p.cu_seqlens_q || p.cu_seqlens_k ? 0 : p.batch * p.num_heads_kv * splits;
   }
@@ -79,7 +84,8 @@ struct BwdWorkspace {
   }
 
   // Lays the parts out in `base` (null: only counts) and returns the bytes used.
-  size_t assign(void* base, const BwdParams& params, int block_q, int head_dim, int splits = 1) {
+  size_t assign(void* base, const BwdParams& params, int block_q, int head_dim, int splits = 1,
+                int shared_tasks = 0, int piece_slots = 0) {
     const FwdParams& p = params.fwd;
     row_blocks = row_blocks_of(p, block_q);
     char* cursor = static_cast<char*>(base);
@@ -96,6 +102,8 @@ struct BwdWorkspace {
     next_task = reinterpret_cast<int*>(take(sizeof(int)));
     zeroed = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
     added = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
+    pieces = reinterpret_cast<float*>(take(piece_slots * piece_floats(head_dim) * sizeof(float)));
+    pieces_done = reinterpret_cast<int*>(take(shared_tasks * sizeof(int)));
     if (splits > 1) {
       const size_t rows_kv = p.cu_seqlens_k ? p.total_kv : size_t(p.batch) * p.seqlen_kv;
       dk_parts = take(rows_kv * p.num_heads_kv * splits * p.head_dim * 2);

@@ -1,6 +1,6 @@
 #include "sm90/bwd_wide_launch.cuh"
 
-// build: spills allowed in bwd_wide_kernel up to 40 bytes: of the loader, once a task
+// build: spills allowed in bwd_wide_kernel up to 48 bytes: of the loader, once a task
 
 namespace flash_cuda::sm90 {
 

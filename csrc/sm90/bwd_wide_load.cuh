@@ -176,7 +176,7 @@ __device__ __forceinline__ void bwd_wide_draw(const BwdWideArgs& args, uint32_t 
       told ^= 1;
       task.none = index >= base.num_tasks;
       if (task.none) break;
-      bwd_task<Tile>(base, index, task);
+      bwd_task<Tile, false>(base, index, false, task);
     } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
     ptx::mbarrier_arrive(bars.task_full(tasks.slot));
     if (task.none) return;

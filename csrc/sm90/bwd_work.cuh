@@ -28,6 +28,25 @@ struct BwdRowMaps {
 // the copy engine, or as a value a key where all queries share one row.
 enum class BiasAccess : int { kNone, kTiles, kKeys };
 
+// A last round of equal tasks that would leave thread blocks idle: the tasks, of `steps` Q blocks
+// each, lie end to end and are cut into shares of `length`, one for a thread block. So a share is a
+// piece of a task, or the end of one and the beginning of the next. The pieces of a task leave dK
+// and dV in the workspace, and the thread block that is done last adds them.
+struct BwdShares {
+  int tasks, steps, length;
+  int count;       // 0: no task is shared
+  int all_pieces;  // of all tasks
+
+  __device__ int first_task(int share) const { return share * length / steps; }
+  FLASH_CUDA_HOST_DEVICE int first_share(int task) const { return task * steps / length; }
+  FLASH_CUDA_HOST_DEVICE int pieces_of(int task) const {
+    return ((task + 1) * steps - 1) / length - first_share(task) + 1;
+  }
+  // Where a piece leaves its gradients; those of a task follow each other.
+  FLASH_CUDA_HOST_DEVICE int slots() const { return count + tasks; }
+  __device__ static int slot(int share, int task) { return share + task; }
+};
+
 // The kernel's arguments beside the tensor maps.
 struct BwdArgs {
   BwdParams params;
@@ -41,16 +60,21 @@ struct BwdArgs {
   int parts;              // num_heads_kv * splits
   int heads_per_section;  // (batch *) parts whose Q and dO share the L2 cache
   int sections_of;        // what is divided into sections: batch * parts, packed: parts
-  int num_tasks;          // kv_blocks * sections_of; with spare ones in a packed batch
+  int num_sections;
+  // Of the last section, at most: as many as of the others, and joined_heads more.
+  int last_heads, joined_heads;
+  int num_tasks;  // kv_blocks * sections_of; with spare ones in a packed batch
   // A dense call of many sections zeroes most of its dQ sums in the main kernel, shortly before
   // they are added to (wait_zeroed); the pre-pass zeroes those of the first sections. Else 0.
   int sections_ahead;
   // Conversions of a section (bwd_convert.cuh), drawn like tasks that many sections behind its own.
   // 0: the post-pass does it.
   int conversions;
-  int num_draws;  // tasks and conversions
-  int q_blocks;   // row blocks of a query head
-  int draw_at;    // a task is drawn when so many steps of the one before are still to be loaded
+  int last_conversions;  // those of the last section
+  BwdShares shares;      // of the last tasks, all of them of the last section
+  int num_draws;         // tasks that are not shared, shares and conversions
+  int q_blocks;          // row blocks of a query head
+  int draw_at;  // a task is drawn when so many steps of the one before are still to be loaded
   // Deterministic mode, a bias with one row for all queries: from the dbias of a row block to the
   // next one's. Else 0.
   int64_t dbias_block_stride;
@@ -61,20 +85,28 @@ struct BwdArgs {
   bool
       batch_inner;  // the order of (batch, part) pairs: all batches of a head, which share its bias
 
-  FLASH_CUDA_HOST_DEVICE int num_sections() const {
-    return ceil_div(sections_of, heads_per_section);
-  }
   __device__ int tasks_per_section() const { return heads_per_section * kv_blocks; }
-  __device__ int heads_of_section(int section) const {
-    return min_of(heads_per_section, sections_of - section * heads_per_section);
+  FLASH_CUDA_HOST_DEVICE int heads_of_section(int section) const {
+    const int rest = sections_of - section * heads_per_section;
+    return rest <= last_heads ? rest : heads_per_section;
   }
   __device__ int tasks_of_section(int section) const {
     return heads_of_section(section) * kv_blocks;
   }
+  // With tasks that are shared: what is drawn of a section, and how many pieces that is.
+  __device__ int draws_of_section(int section) const {
+    const int more = section < num_sections - 1 ? 0 : shares.count - shares.tasks;
+    return tasks_of_section(section) + more;
+  }
+  __device__ int pieces_of_section(int section) const {
+    const int more = section < num_sections - 1 ? 0 : shares.all_pieces - shares.tasks;
+    return tasks_of_section(section) + more;
+  }
   // Row blocks in the order of the sections: those of a query head, then of the next.
   __device__ int items_per_head() const { return params.fwd.num_heads_q / parts * q_blocks; }
   __device__ int first_item_of_section(int section) const {
-    return min_of(section * heads_per_section, sections_of) * items_per_head();
+    const int heads = section * heads_per_section;
+    return (sections_of - heads > joined_heads ? heads : sections_of) * items_per_head();
   }
   // The (batch, part) of a number in the order of the sections.
   __device__ void pair(int number, int& b, int& part) const {
@@ -101,7 +133,8 @@ struct BwdArgs {
   }
 };
 
-constexpr int kConvertBlocks = 8;  // row blocks of a conversion
+constexpr int kConvertBlocks = 8;      // row blocks of a conversion
+constexpr int kLastConvertBlocks = 2;  // in the last section, when nothing else is left to do
 
 template <class Tile>
 struct BwdBarriers {
@@ -187,6 +220,8 @@ struct BwdTask {
   bool down;                           // from the last Q block to the first
   bool none;                           // no task is left
   bool convert;                        // sums of dQ, the row blocks `blocks` of `section`
+  bool stores;  // dK and dV: unless it is a piece of a shared task, and not the last one done
+  int pieces, shared, slot;  // of how many pieces it is one; of which shared task; its place
 
   __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
   __device__ int first_q_head() const { return (kNarrow ? part : kv_head) * group_size; }
@@ -258,19 +293,22 @@ __device__ __forceinline__ bool bwd_conversion(const BwdArgs& args, int& index, 
   if (i < 0) return false;
   // Section by section: tasks of one and conversions of one before it; at last only conversions.
   const int period = per_section + args.conversions;
-  int section = min_of(i / period, args.num_sections() - 1 - ahead);
+  int section = min_of(i / period, args.num_sections - 1 - ahead);
   i -= section * period;
-  const int tasks = args.tasks_of_section(section + ahead);
+  const int tasks = args.draws_of_section(section + ahead);
   if (i < tasks) {
     index = (section + ahead) * per_section + i;
     return false;
   }
   i -= tasks;
-  section += i / args.conversions;
+  const int further = min_of(i / args.conversions, args.num_sections - 1 - section);
+  section += further;
+  i -= further * args.conversions;
   const int items = args.first_item_of_section(section + 1) - args.first_item_of_section(section);
   t.section = section;
-  t.blocks.begin = min_of(i % args.conversions * kConvertBlocks, items);
-  t.blocks.end = min_of(t.blocks.begin + kConvertBlocks, items);
+  const int blocks = section == args.num_sections - 1 ? kLastConvertBlocks : kConvertBlocks;
+  t.blocks.begin = min_of(i * blocks, items);
+  t.blocks.end = min_of(t.blocks.begin + blocks, items);
   t.group_size = 1;
   t.kv0 = 0;
   t.kv_slot_end = 1;
@@ -279,17 +317,46 @@ __device__ __forceinline__ bool bwd_conversion(const BwdArgs& args, int& index, 
   return true;
 }
 
+// Makes of a task the piece of it that lies in a share. True: the share has a `second` piece.
 template <class Tile>
-__device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask<Tile>& t) {
+__device__ __forceinline__ bool bwd_piece(const BwdShares& shares, int share, bool second,
+                                          BwdTask<Tile>& t) {
+  const int task = shares.first_task(share) + second;
+  const int from = share * shares.length - task * shares.steps;
+  const int to = min_of(from + shares.length, (shares.tasks - task) * shares.steps);
+  t.blocks.begin = max_of(from, 0);
+  t.blocks.end = min_of(to, shares.steps);
+  t.pieces = shares.pieces_of(task);
+  t.stores = t.pieces == 1;
+  t.shared = task;
+  t.slot = BwdShares::slot(share, task);
+  return to > shares.steps;
+}
+
+// Registers are short in the general variant.
+template <class Tile, bool kGeneral>
+constexpr bool kShares = BwdTask<Tile>::kNarrow && Tile::kBiasStages == 0 && !kGeneral;
+
+// What is drawn as `index`. True: it is a share with a `second` piece, which is to be asked for
+// next.
+template <class Tile, bool kShare>
+__device__ __forceinline__ bool bwd_task(const BwdArgs& args, int index, bool second,
+                                         BwdTask<Tile>& t) {
   const FwdParams& p = args.params.fwd;
   if constexpr (BwdTask<Tile>::kNarrow) {
-    if (args.conversions && bwd_conversion(args, index, t)) return;
+    if (args.conversions && bwd_conversion(args, index, t)) return false;
     t.convert = false;
+    t.stores = true;
+    t.pieces = 1;
   }
+  const int share = kShare && args.shares.count ? index - (args.num_tasks - args.shares.tasks) : -1;
+  if (share >= 0) index += args.shares.first_task(share) + second - share;
   // Sections of heads; inside one, KV blocks outer and heads inner, low keys first (the longest
   // rows under a causal mask).
   const int per_section = args.tasks_per_section();
-  const int section = index / per_section, rest = index - section * per_section;
+  int section = index / per_section;
+  if (BwdTask<Tile>::kNarrow) section = min_of(section, args.num_sections - 1);
+  const int rest = index - section * per_section;
   const int heads = args.heads_of_section(section);
   int kv_block = rest / heads;
   const int bh = section * args.heads_per_section + rest - kv_block * heads;
@@ -332,6 +399,10 @@ __device__ __forceinline__ void bwd_task(const BwdArgs& args, int index, BwdTask
   t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
   t.junk_behind_kv = p.cu_seqlens_k || p.seqused_k;
   t.none = false;
+  if constexpr (kShare) {
+    if (share >= 0) return bwd_piece(args.shares, share, second, t);
+  }
+  return false;
 }
 
 __device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
@@ -358,9 +429,9 @@ __device__ __forceinline__ void wait_zeroed(const BwdArgs& args, int section, in
   wait_counted(args.work.zeroed + section,
                blocks * args.tasks_of_section(section - args.sections_ahead));
 }
-// Until all is added to them, by two store warps a task.
+// Until all is added to them, by two store warps a task, or piece of one.
 __device__ __forceinline__ void wait_added(const BwdArgs& args, int section) {
-  wait_counted(args.work.added + section, 2 * args.tasks_of_section(section));
+  wait_counted(args.work.added + section, 2 * args.pieces_of_section(section));
 }
 
 // A task's part of the row blocks, in the order of the sections, whose sums it zeroes.

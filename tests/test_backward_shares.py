@@ -1,0 +1,20 @@
+"""Gradients whose last round of tasks all thread blocks share, in pieces of several tasks."""
+
+from __future__ import annotations
+
+from .cases import AttentionCase, grid
+from .check import Backend, check, with_cases
+
+# More tasks of 128 keys than an emulated device of 4 SMs takes at a time, or fewer than a card
+# does; 17 steps a task and more.
+LONG = AttentionCase(grads=True, rows=(1050,), keys=(300,), heads=2, heads_kv=2)
+LONGER = AttentionCase(grads=True, rows=(2100,), keys=(300,), heads=2, heads_kv=2)
+
+
+@with_cases(
+    grid(LONG, head_dim=(80, 128), deterministic=(False, True)),
+    grid(LONG, head_dim=(128,), heads_kv=(1,), dlse=(True,), dtype=("float16",)),
+    grid(LONGER, head_dim=(64,), wanted=(1, 6, 7)),
+)
+def test_shared_tasks(case: AttentionCase, backend: Backend) -> None:
+    check(case, backend)
