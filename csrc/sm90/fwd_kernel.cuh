@@ -62,7 +62,6 @@ struct Consumer {
   float s[kN / 2];  // scores, then probabilities
   float o[Tile::kHeadDimV / 2];
   uint32_t p[kStepsPV][4];  // probabilities as wgmma A fragments
-  uint32_t q[Tile::has(kQInRegisters) ? kStepsQK : 1][4];
   SoftmaxRows rows;
   // Counted from the start of the kernel; stages and phases follow. O += P V
   // takes the V block before the K block in turn.
@@ -88,12 +87,6 @@ struct Consumer {
   __device__ __forceinline__ int lane() const { return thread % 32; }
   __device__ __forceinline__ int warp_row() const { return thread / 32 * 16; }
 
-  __device__ __forceinline__ void pin_q() {
-    if constexpr (Tile::has(kQInRegisters)) {
-#pragma unroll
-      for (int k = 0; k < kStepsQK; ++k) ptx::pin(q[k]);
-    }
-  }
   __device__ __forceinline__ void pin_p() {
 #pragma unroll
     for (int k = 0; k < kStepsPV; ++k) ptx::pin(p[k]);
@@ -104,25 +97,16 @@ struct Consumer {
     using Mma = ptx::Wgmma<kN>;
     const uint64_t desc_k = ptx::wgmma_desc(smem.k(blocks), kDescQK);
     const uint64_t desc_q = ptx::wgmma_desc(smem.q(warpgroup), kDescQK);
-    pin_q();
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kStepsQK; ++k) {
       const int panel = k / kStepsPanel, step = k % kStepsPanel * 2;
       const uint64_t b = desc_k + uint64_t(panel * (kN * kPanelBytes / 16) + step);
-      if constexpr (Tile::has(kQInRegisters)) {
-        if (k == 0) {
-          Mma::template rs_zero<kBf16, 0>(s, q[k], b);
-        } else {
-          Mma::template rs<kBf16, 0>(s, q[k], b);
-        }
+      const uint64_t a = desc_q + uint64_t(panel * (64 * kPanelBytes / 16) + step);
+      if (k == 0) {
+        Mma::template ss_zero<kBf16, 0, 0>(s, a, b);
       } else {
-        const uint64_t a = desc_q + uint64_t(panel * (64 * kPanelBytes / 16) + step);
-        if (k == 0) {
-          Mma::template ss_zero<kBf16, 0, 0>(s, a, b);
-        } else {
-          Mma::template ss<kBf16, 0, 0>(s, a, b);
-        }
+        Mma::template ss<kBf16, 0, 0>(s, a, b);
       }
     }
     ptx::wgmma_commit_group();
@@ -203,20 +187,6 @@ struct Consumer {
     }
   }
 
-  // Waits for Q; reads its fragments where they stay in registers.
-  __device__ __forceinline__ void begin_q() {
-    smem.q_ring(warpgroup).wait_full(tiles);
-    if constexpr (Tile::has(kQInRegisters)) {
-      const int row = warp_row() + (lane() & 15);
-#pragma unroll
-      for (int k = 0; k < kStepsQK; ++k) {
-        const int chunk = k % kStepsPanel * 2 + (lane() >> 4);
-        ptx::ldmatrix_x4(
-            q[k], smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) + swizzled(row, chunk));
-      }
-      release_q();
-    }
-  }
   __device__ __forceinline__ void release_q() {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(smem.q_ring(warpgroup).empty(tiles));
@@ -230,7 +200,9 @@ struct Consumer {
     for (int k = 0; k < kStepsQK; ++k) {
       __syncwarp();
       uint32_t a[4];
-      load_q_fragment(k, a);
+      ptx::ldmatrix_x4(
+          a, smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
+                 swizzled(warp_row() + (lane() & 15), k % kStepsPanel * 2 + (lane() >> 4)));
       const int row =
           (lane() & 7) + (lane() >> 4) * 8;  // of two 8-key matrices, two halves of k each
       const uint32_t at = smem.k(blocks) + k / kStepsPanel * (kN * kPanelBytes) +
@@ -250,30 +222,6 @@ struct Consumer {
       }
     }
   }
-  __device__ __forceinline__ void load_q_fragment(int k, uint32_t (&a)[4]) {
-    if constexpr (Tile::has(kQInRegisters)) {
-      // Shared memory may already hold the next tile's Q.
-      const FwdParams& prm = args.params;
-      const FwdWork& work = this->work();
-      const int first = lane_row();
-      const auto* base = static_cast<const uint16_t*>(prm.q) + work.head * prm.q_stride.head +
-                         (prm.cu_seqlens_q ? 0 : work.batch * prm.q_stride.batch);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = min(first + (i & 1) * 8, work.seqlen_q - 1);
-        const int column = 16 * k + (i >> 1) * 8 + 2 * (lane() & 3);
-        a[i] = column < prm.head_dim
-                   ? __ldg(reinterpret_cast<const uint32_t*>(
-                         base + int64_t(work.q_row0 + row) * prm.q_stride.row + column))
-                   : 0u;
-      }
-    } else {
-      ptx::ldmatrix_x4(
-          a, smem.q(warpgroup) + k / kStepsPanel * (64 * kPanelBytes) +
-                 swizzled(warp_row() + (lane() & 15), k % kStepsPanel * 2 + (lane() >> 4)));
-    }
-  }
-
   // Masks and exact softmax of the complete scores of `kv_block`. What the mask needs is read from
   // shared memory again, to keep registers free for the blocks that need no mask.
   __device__ __forceinline__ void exact_softmax(int kv_block, bool masked, float (&rescale)[2]) {
@@ -449,7 +397,7 @@ template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::first_block(const FwdWalk& walk) {
   const uint32_t skipped = blocks;
   skip_k(walk.skip_right);
-  begin_q();
+  smem.q_ring(warpgroup).wait_full(tiles);
   wait_k();
   take_turn();
   issue_qk();
@@ -491,7 +439,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::other_blocks(const FwdWa
       }
     }
   }
-  if constexpr (!Tile::has(kQInRegisters)) release_q();
+  release_q();
 }
 
 template <class Tile, DType kDType>

@@ -9,13 +9,12 @@ namespace flash_cuda::sm90 {
 
 // Options of a tile. Which shapes use which: fwd_launch.cuh and docs/tuning.md.
 enum FwdOption : unsigned {
-  kQInRegisters = 1,  // Q fragments are read once a tile; its shared memory is free early
-  kOutInParts = 2,    // O is staged part by part, where there is no room for all of it
-  kTrimBlocks = 4,    // every warpgroup walks its own KV range, not the block's
-  kPingPong = 8,      // warpgroups take turns at issuing GEMMs
-  kDense = 32,        // whole tensors, a diagonal at most, no sink, no tile without keys
-  kGeneral = 16,      // softcap, ALiBi, bias, any softmax_scale
-  kNarrowBias = 64,   // a bias only of 16 bits and only by the copy engine
+  kOutInParts = 1,   // O is staged part by part, where there is no room for all of it
+  kTrimBlocks = 2,   // every warpgroup walks its own KV range, not the block's
+  kPingPong = 4,     // warpgroups take turns at issuing GEMMs
+  kDense = 8,        // whole tensors, a diagonal at most, no sink, no tile without keys
+  kGeneral = 16,     // softcap, ALiBi, bias, any softmax_scale
+  kNarrowBias = 32,  // a bias only of 16 bits and only by the copy engine
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
