@@ -21,17 +21,24 @@ from .inputs import Inputs
 
 @contextlib.contextmanager
 def deterministic_torch(on: bool) -> Iterator[None]:
-    """torch.use_deterministic_algorithms for a while."""
+    """torch.use_deterministic_algorithms for a while.
+
+    Not warn_only: under that FlashAttention's backward keeps to any order. Filling new tensors
+    with NaN would be timed, too.
+    """
     if not on:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 class Sdpa(Backend):
