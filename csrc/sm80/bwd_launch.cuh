@@ -69,6 +69,8 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
     p.dbias_head_stride = p.dbias_row_stride * f.seqlen_q;
     p.dbias_batch_stride = p.dbias_head_stride * f.num_heads_q;
     p.dbias_col_stride = 1;
+  } else if (p.wanted & kWantDbias) {
+    zero_dbias(p, stream);
   }
   if (p.wanted & kWantDbias) p.dbias_shared = dbias_is_shared(p);
   launch_bwd_preprocess(p, ws, stream);
