@@ -1,6 +1,6 @@
 #include "sm80/bwd_launch.cuh"
 
-// build: spills allowed in bwd_kernel up to 88 bytes: faster than tiles without (docs/tuning.md)
+// build: spills allowed in bwd_kernel up to 100 bytes: faster than tiles without (docs/tuning.md)
 
 namespace flash_cuda::sm80 {
 

@@ -1,6 +1,7 @@
 #include "sm80/bwd_launch.cuh"
 
 // build: spills allowed in (flash_cuda::sm80::Variant)1> up to 64 bytes: score modifications
+// build: spills allowed in (flash_cuda::sm80::Variant)0> up to 8 bytes: for 10.3 alone
 
 namespace flash_cuda::sm80 {
 

@@ -229,6 +229,17 @@ void launch_bwd(const BwdParams& p, cudaStream_t) {
   std::vector<float> dq(q_rows * f.num_heads_q * f.head_dim), no_dq;
   std::vector<float> dk(kv_rows * f.num_heads_kv * f.head_dim);
   std::vector<float> dv(kv_rows * f.num_heads_kv * f.head_dim_v);
+  const auto dbias_of = [&p](int b, int h, int i, int j) -> float& {
+    return p.dbias[b * p.dbias_batch_stride + h * p.dbias_head_stride + i * p.dbias_row_stride +
+                   j * p.dbias_col_stride];
+  };
+  for (int b = 0; p.dbias && b < f.batch; ++b) {
+    for (int h = 0; h < f.num_heads_q; ++h) {
+      for (int i = 0; i < f.seqlen_q; ++i) {
+        for (int j = 0; j < f.seqlen_kv; ++j) dbias_of(b, h, i, j) = 0.0f;
+      }
+    }
+  }
   for (int b = 0; b < f.batch; ++b) {
     const SeqInfo s = seq_info(f, b);
     const Mask mask = Mask::make(f, s.seqlen_q, s.seqlen_kv);
@@ -264,10 +275,7 @@ void launch_bwd(const BwdParams& p, cudaStream_t) {
             dv[dv_row + d] += static_cast<float>(weight * dout);
           }
           const double ds = weight * (dp - delta);
-          if (p.dbias) {
-            p.dbias[b * p.dbias_batch_stride + h * p.dbias_head_stride + i * p.dbias_row_stride +
-                    j * p.dbias_col_stride] += static_cast<float>(ds);
-          }
+          if (p.dbias) dbias_of(b, h, i, j) += static_cast<float>(ds);
           const double dx = ds * x.cap_derivative * f.softmax_scale;
           for (int d = 0; d < f.head_dim; ++d) {
             dq[dq_row + d] += static_cast<float>(dx * load(f.k, f.dtype, k + d));
