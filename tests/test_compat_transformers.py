@@ -107,11 +107,19 @@ def test_positions_that_start_again_are_packed_sequences() -> None:
     for _ in range(2):  # the second layer finds what the first one found
         out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions)
         assert torch.equal(out, want)
-    with torch.inference_mode():
-        out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions.clone())
-        assert torch.equal(out, want)
     whole, _ = adapter.attention(layer(), q, k, v, None)
     positions[0] = torch.arange(5, 5 + S)  # written to: looked at again
+    out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions)
+    assert torch.equal(out, whole)
+    with torch.inference_mode():
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+        out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions)
+        assert torch.equal(out, want)
+        positions[0] = torch.arange(S)
+        out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions)
+        assert torch.equal(out, whole)
+    # A gap is no start: one sequence.
+    positions = torch.tensor([[0, 1, 2, 7, 8, 9, 10]])
     out, _ = adapter.attention(layer(), q, k, v, None, position_ids=positions)
     assert torch.equal(out, whole)
     # Neither a cache nor a mask, nor a batch, is packed.

@@ -102,7 +102,7 @@ def attention(
         max_length_k: hint.
         position_ids: ``(1, seqlen_q)``; without a mask and without `cu_seq_lens_q`, positions that
             start again in a batch of 1 are those of packed sequences. Looking at them waits for
-            the GPU, once for all layers.
+            the GPU, once for all layers (in inference mode, once a layer).
         **kwargs: what models pass for other implementations.
 
     Returns:
@@ -173,9 +173,10 @@ def _bounds_of(position_ids: Tensor | None, q: Tensor) -> Tensor | None:
     rows = q.shape[1]
     if position_ids is None or q.shape[0] != 1 or rows < 2 or position_ids.shape != (1, rows):
         return None
-    if torch.compiler.is_dynamo_compiling():
+    # A tensor of inference mode has no version that would tell of changes in place.
+    if torch.compiler.is_dynamo_compiling() or position_ids.is_inference():
         return _find_bounds(position_ids)
-    version = 0 if position_ids.is_inference() else position_ids._version
+    version = position_ids._version
     seen = _seen
     if seen is None or seen[0]() is not position_ids or seen[1] != version:
         _seen = seen = (weakref.ref(position_ids), version, _find_bounds(position_ids))
@@ -184,7 +185,7 @@ def _bounds_of(position_ids: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _find_bounds(position_ids: Tensor) -> Tensor | None:
     positions = position_ids[0]
-    starts = torch.cat((positions[:1] == positions[0], positions[1:] != positions[:-1] + 1))
+    starts = torch.cat((positions[:1] == positions[0], positions[1:] <= positions[:-1]))
     if int(starts.sum()) == 1:
         return None
     first = starts.nonzero().flatten()
