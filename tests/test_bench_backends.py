@@ -183,3 +183,14 @@ def test_paths_that_this_build_lacks_are_absent(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(flash_cuda._C, "build_info", lambda found=folders: {"folders": found})
         assert reason in str(known["flash_cuda:sm100"].missing(gpu))
         assert (known["flash_cuda:sm90"].missing(gpu) is None) == bool(folders)
+
+
+def test_deterministic_torch_is_strict_and_ends() -> None:
+    """Under warn_only FlashAttention's backward keeps to any order, and would be timed so."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    with Sdpa("math", SDPBackend.MATH, Abilities()).scope(case_of(deterministic=True)):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == before
