@@ -1,4 +1,4 @@
-"""Writes csrc/ptx/wgmma_gen.h: one struct per N with the four forms of 16-bit wgmma.
+"""Writes csrc/ptx/wgmma_gen.h: one struct per N with the forms of 16-bit wgmma in use.
 
 The operand lists of wgmma are too long to write by hand. Run without arguments to rewrite the
 header; ``--check`` exits with 1 if the committed header differs.
@@ -12,6 +12,8 @@ from pathlib import Path
 
 #: Columns of the accumulators in use.
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+#: A from registers, d not read.
+FORMS = ((False, False), (False, True), (True, False))
 HEADER = Path(__file__).resolve().parent.parent / "csrc" / "ptx" / "wgmma_gen.h"
 
 PREFIX = """\
@@ -19,7 +21,7 @@ PREFIX = """\
 //
 // Wgmma<N>: m64nNk16 of bfloat16 (kBf16) or float16 with float32 accumulators.
 //   ss: A and B from shared memory (descriptors)     rs: A from registers
-//   d += A B; the `_zero` forms compute d = A B and do not read d.
+//   d += A B; ss_zero computes d = A B and does not read d.
 //   kTransA, kTransB: 1 where that operand is stored with M or N contiguous.
 #pragma once
 
@@ -102,7 +104,7 @@ def render() -> str:
     out = PREFIX
     for n in WIDTHS:
         out += f"\ntemplate <>\nstruct Wgmma<{n}> {{\n"
-        out += "".join(function(n, rs, zero) for rs in (False, True) for zero in (False, True))
+        out += "".join(function(n, rs, zero) for rs, zero in FORMS)
         out += "};\n"
     return out + "\n}  // namespace flash_cuda::ptx\n"
 

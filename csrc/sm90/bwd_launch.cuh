@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "common/launch.h"
+#include "common/log2.h"
 #include "common/tma_rows.h"
 #include "sm90/bwd.h"
 #include "sm90/bwd_kernel.cuh"
@@ -275,14 +276,13 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
   args.params.fwd.num_sms = units;
   args.splits = splits;
   args.parts = p.num_heads_kv * splits;
-  constexpr float kLog2E = 1.4426950408889634f;
-  args.scale_log2 = p.softmax_scale * kLog2E;
+  args.scale_log2 = p.softmax_scale * kLog2e;
   if (p.softcap != 0.0f) {
     args.to_score = p.softmax_scale / p.softcap;
-    args.scale_log2 = p.softcap * kLog2E;
+    args.scale_log2 = p.softcap * kLog2e;
   } else if (p.alibi_slopes || p.bias) {
     args.to_score = p.softmax_scale;
-    args.scale_log2 = kLog2E;
+    args.scale_log2 = kLog2e;
   }
   args.masked_score = args.scale_log2 < 0.0f ? INFINITY : -INFINITY;
   args.kv_blocks = bwd_kv_blocks<Tile>(p);

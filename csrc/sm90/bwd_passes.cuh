@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/bwd_rows.h"
+#include "common/log2.h"
 #include "common/seqlen.h"
 #include "ptx/convert.h"
 #include "ptx/griddep.h"
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kPassThreads)
     // With +inf the probabilities of a row without gradient come out as 0, not NaN, whatever dlse
     // says.
     const bool empty = !has_gradient(lse);
-    args.work.lse2[work_row + threadIdx.x] = empty ? INFINITY : lse * 1.4426950408889634f;
+    args.work.lse2[work_row + threadIdx.x] = empty ? INFINITY : lse * kLog2e;
     args.work.delta[work_row + threadIdx.x] = empty ? 0.0f : dlse - deltas[threadIdx.x];
   }
   // The main kernel zeroes the sums of later sections itself.
@@ -285,7 +286,7 @@ __global__ void __launch_bounds__(kPassThreads)
     bwd_sink_kernel(const __grid_constant__ BwdArgs args) {
   __shared__ float partial[kPassThreads];
   const int head = blockIdx.x;
-  const float sink2 = args.params.fwd.sink[head] * 1.4426950408889634f;
+  const float sink2 = args.params.fwd.sink[head] * kLog2e;
   const int64_t rows = args.work.row_blocks * Tile::kBlockQ;
   float sum = 0.0f;
   ptx::griddep_wait();

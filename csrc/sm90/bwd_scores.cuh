@@ -2,6 +2,7 @@
 // thread.
 #pragma once
 
+#include "common/log2.h"
 #include "common/mask.h"
 #include "ptx/convert.h"
 #include "ptx/math.h"
@@ -128,8 +129,7 @@ struct BwdScores {
   // With a bias and a cap, of the tanhs: P^T, to p16, and the derivative of tanh.
   __device__ void capped_probabilities(const BwdBias<Tile, kDType>& bias, int stage,
                                        const float2* lse) {
-    constexpr float kLog2E = 1.4426950408889634f;
-    const float slope = args.params.fwd.alibi_slopes ? bias.part().slope() * kLog2E : 0.0f;
+    const float slope = args.params.fwd.alibi_slopes ? bias.part().slope() * kLog2e : 0.0f;
     bias.for_each([&](int j, const float (&b)[4]) {
       const float2 row = Tile::kLseInRegisters ? lse[j] : lse_of_column(stage, j);
       float* s = scores + 4 * j;
@@ -137,7 +137,7 @@ struct BwdScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float add =
-            fmaf(b[e], kLog2E, fmaf(-slope, bias.part().away(4 * j + e), e % 2 ? -row.y : -row.x));
+            fmaf(b[e], kLog2e, fmaf(-slope, bias.part().away(4 * j + e), e % 2 ? -row.y : -row.x));
         probability[e] = ptx::ex2(fmaf(s[e], args.scale_log2, add));
         // A masked score is -inf and has no slope to tell from.
         const float tanh = fmaxf(s[e], -1.0f);
