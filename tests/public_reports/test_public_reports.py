@@ -1,8 +1,7 @@
 """Faults that others met, as bug-log.md lists them: none of them here.
 
-cases.py and bug-log.md are kept as they came, so that newer ones can replace them. Cases run in
-this process; `python tests/public_reports/cases.py --run flash_cuda --device cpu --isolate` runs
-each in its own.
+Cases run in this process; `python tests/public_reports/cases.py --run flash_cuda --device cpu
+--isolate` runs each in its own.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def test_public_report(case: cases.Case, device: str) -> None:
 
 
 def test_every_case_is_in_the_log() -> None:
-    """A newer cases.py comes with the bug-log.md that belongs to it."""
+    """Each says where it was met."""
     rows = re.findall(r"^\| (B\d+) \|", (HERE / "bug-log.md").read_text(), re.MULTILINE)
     assert {case.id for case in cases.CASES} <= set(rows)
 
