@@ -255,9 +255,11 @@ struct BwdStore {
       if (!my_turn()) continue;
       const int64_t block = (head0 + at.group) * args.work.row_blocks + base + at.q_block;
       int* const dq_turn = args.work.dq_turn ? args.work.dq_turn + block : nullptr;
+      // Here, not when its turn comes: beside the GEMMs reads of the task take long.
+      const int mine = dq_turn ? task.turn(at.q_block) : 0;
       wait_full();
       if (leader()) {
-        if (dq_turn) wait_for_turn(dq_turn, task.turn(at.q_block));
+        if (dq_turn) wait_for_turn(dq_turn, mine);
         ptx::bulk_reduce_add_f32(args.work.dq + block * kDqFloats,
                                  smem + Smem::kOut + (kOwn ? me * Smem::kOutBytes : 0),
                                  Smem::kDqBytes, ptx::kEvictLast);
@@ -266,7 +268,7 @@ struct BwdStore {
       hand_back();
       if (leader() && dq_turn) {
         ptx::bulk_wait_group<0>();
-        pass_turn(dq_turn, task.turn(at.q_block));
+        pass_turn(dq_turn, mine);
       }
       __syncwarp();
     }
