@@ -72,7 +72,8 @@ cudaError_t check_launch(Kernel const& k, px::Launch const& l, size_t smem) {
   return cudaSuccess;
 }
 
-cudaError_t launch(void const* fn, dim3 grid, dim3 block, dim3 cluster, void** args, size_t smem) {
+cudaError_t launch(void const* fn, dim3 grid, dim3 block, dim3 cluster, void** args, size_t smem,
+                   bool ahead = false) {
   Kernel* k = resolve(fn);
   if (!k) return fail(cudaErrorInvalidDeviceFunction);
   if (!k->info)
@@ -83,7 +84,8 @@ cudaError_t launch(void const* fn, dim3 grid, dim3 block, dim3 cluster, void** a
   px::Launch l{{grid.x, grid.y, grid.z},
                {block.x, block.y, block.z},
                {cluster.x, cluster.y, cluster.z},
-               uint32_t(smem)};
+               uint32_t(smem),
+               ahead};
   if (cluster.x * cluster.y * cluster.z == 1 && info.cluster[0])
     for (int i = 0; i < 3; ++i) l.cluster[i] = info.cluster[i];
   if (cudaError_t const e = check_launch(*k, l, smem)) return fail(e);
@@ -147,12 +149,15 @@ cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t k, dim3 grid, dim3 block, void*
 }
 cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* c, void const* fn, void** args) {
   dim3 cluster(1, 1, 1);
-  for (unsigned i = 0; i < c->numAttrs; ++i)
-    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) {
-      auto const& d = c->attrs[i].val.clusterDim;
-      cluster = dim3(d.x, d.y, d.z);
-    }
-  return launch(fn, c->gridDim, c->blockDim, cluster, args, c->dynamicSmemBytes);
+  bool ahead = false;
+  for (unsigned i = 0; i < c->numAttrs; ++i) {
+    auto const& value = c->attrs[i].val;
+    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      cluster = dim3(value.clusterDim.x, value.clusterDim.y, value.clusterDim.z);
+    if (c->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization)
+      ahead = value.programmaticStreamSerializationAllowed != 0;
+  }
+  return launch(fn, c->gridDim, c->blockDim, cluster, args, c->dynamicSmemBytes, ahead);
 }
 cudaError_t cudaFuncSetAttribute(void const* fn, cudaFuncAttribute attribute, int value) {
   Kernel* k = resolve(fn);

@@ -12,6 +12,7 @@ void Thread::cp_async(int where, uint32_t dst, uint64_t src, uint32_t n, uint32_
   if (src_n > n) fail(where, "cp.async source size above the copy size");
   if (src_n && src % n) fail(where, "misaligned cp.async source");
   if (src_n && src < 65536) fail(where, "null pointer access");
+  global_read(*this, where, reinterpret_cast<void const*>(src), src_n);
   HbOperation const op = operation(*this, kHbCopy);
   async->cp_open.push_back(post(
       *this, where,
@@ -76,6 +77,7 @@ void Thread::bulk_load(int where, uint32_t dst, uint64_t src, uint32_t n, uint32
                        bool multicast, uint32_t mask) {
   at = where;
   check_bulk(*this, where, dst, src, n);
+  global_read(*this, where, reinterpret_cast<void const*>(src), n);
   if (!multicast) mask = 1u << (dst >> kCtaShift);
   if (mask >> cluster_size) fail(where, "multicast to a thread block outside the cluster");
   HbOperation op = operation(*this, HbAgent{});
@@ -98,6 +100,7 @@ void Thread::bulk_load(int where, uint32_t dst, uint64_t src, uint32_t n, uint32
 void Thread::bulk_store(int where, uint64_t dst, uint32_t src, uint32_t n, Reduction r, Element e) {
   at = where;
   check_bulk(*this, where, dst, src, n);
+  global_write(*this, where, reinterpret_cast<void const*>(dst), n);
   shared_range(*this, where, src, n);
   HbOperation const read = operation(*this, kHbBulkRead), write = operation(*this, kHbBulkWrite);
   async->bulk_open.push_back(post_store(*this, where, [=] {

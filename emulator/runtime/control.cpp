@@ -18,10 +18,11 @@ std::vector<ModuleInfo>& modules() {
 }
 
 // Names in the order of the enum; "name:site" plants at one site.
-constexpr char const* kPlants[] = {
-    "nothing",         "observe",     "bar_sync",    "syncwarp",   "cp_wait",       "bulk_wait",
-    "wgmma_wait",      "wgmma_fence", "proxy_fence", "init_fence", "thread_fence",  "mbarrier_wait",
-    "mbarrier_arrive", "parity",      "bytes",       "tmem_wait",  "tcgen05_fence", "commit"};
+constexpr char const* kPlants[] = {"nothing",         "observe",    "bar_sync",     "syncwarp",
+                                   "cp_wait",         "bulk_wait",  "wgmma_wait",   "wgmma_fence",
+                                   "proxy_fence",     "init_fence", "thread_fence", "mbarrier_wait",
+                                   "mbarrier_arrive", "parity",     "bytes",        "tmem_wait",
+                                   "tcgen05_fence",   "commit",     "grid_wait"};
 
 bool set_plant(Settings& s, std::string const& value) {
   size_t const colon = value.find(':');
@@ -146,6 +147,7 @@ void load_environment() {
 PX_EXPORT char const* flash_cuda_emulator_configure(char const* text) {
   try {
     px::load_environment();
+    px::M.written = px::Written();  // what runs next is another program
     px::last_message = px::configure(text);
   } catch (std::exception const& e) {
     px::last_message = e.what();

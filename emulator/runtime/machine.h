@@ -4,6 +4,7 @@
 // asynchronous operation is a closure that the scheduler runs when the policy says.
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -115,6 +116,7 @@ struct Cta {
   std::vector<SmemWriter> writers;
   std::map<int, std::unique_ptr<WgmmaGather>> wgmma_gather;  // by warpgroup
   std::map<uint32_t, uint32_t> wgmma_waits;  // of the first thread to exit, by warpgroup
+  bool grid_waited = false;                  // a thread has executed griddepcontrol.wait
 };
 
 struct Cluster {
@@ -163,6 +165,7 @@ enum class Plant {
   kTmemWait,
   kTcgen05Fence,
   kCommit,
+  kGridWait,
 };
 
 struct Settings {
@@ -183,6 +186,15 @@ struct Settings {
 struct Launch {
   uint32_t grid[3], block[3], cluster[3];
   uint32_t dynamic_smem;
+  bool ahead = false;  // may start before the kernel before it ends
+};
+
+// What a launch has written to global memory, in units of 16 bytes.
+struct Written {
+  bool waited = false;  // for all kernels before it, before the next one could start
+  std::unordered_map<uint64_t, std::bitset<256>> pages;
+  void add(void const* p, uint32_t n);
+  bool meets(void const* p, uint32_t n) const;
 };
 
 struct Statistics {
@@ -210,6 +222,8 @@ struct Machine {
   std::vector<uint8_t*> arenas;                             // by slot
   std::vector<bool> slot_used;
   uint64_t next_cluster = 0, num_clusters = 0;  // of the launch: queue of clusters not started
+  bool grid_waited = false;                     // a thread of the launch has
+  Written written, written_before;              // by this launch and the one before
   KernelInfo const* kernel = nullptr;
   KernelFn code = nullptr;  // of the kernel
   Launch launch{};
@@ -285,6 +299,11 @@ std::string deadlock_text(char const* what);
 void warn(Thread& t, int at, char const* what);
 
 // ---- memory.cpp
+// Global memory is used: not what the kernel before may be using, in a launch that may run beside
+// it.
+bool is_ahead(Thread const& t);
+void global_read(Thread& t, int at, void const* p, uint32_t n);
+void global_write(Thread& t, int at, void const* p, uint32_t n);
 uint8_t* shared_address(Thread& t, int at, uint32_t address, uint32_t n);
 uint8_t* shared_range(Thread& t, int at, uint32_t address, uint32_t n);  // no alignment rule
 void generic_write(Thread& t, uint32_t address, uint32_t n);

@@ -88,6 +88,72 @@ uint8_t* Thread::store_shared(int where, uint32_t address, uint32_t n) {
   return p;
 }
 
+// ---- launches that may start before the kernel before them ends ----------------------------
+
+void Written::add(void const* p, uint32_t n) {
+  uint64_t page = ~uint64_t(0);
+  std::bitset<256>* bits = nullptr;
+  for (uint64_t u = uint64_t(p) >> 4; u <= (uint64_t(p) + n - 1) >> 4; ++u) {
+    if (u >> 8 != page) bits = &pages[page = u >> 8];
+    bits->set(u & 255);
+  }
+}
+
+bool Written::meets(void const* p, uint32_t n) const {
+  for (uint64_t u = uint64_t(p) >> 4; u <= (uint64_t(p) + n - 1) >> 4; ++u) {
+    auto const it = pages.find(u >> 8);
+    if (it != pages.end() && it->second[u & 255]) return true;
+  }
+  return false;
+}
+
+// The kernel before may still run. The race check knows who has heard of a wait; without it, one by
+// any thread of the block is taken for enough.
+bool is_ahead(Thread const& t) {
+  if (!M.launch.ahead) return false;
+  return M.race ? !M.race->knows_grid_wait(*t.hb) : !t.cta->grid_waited;
+}
+
+// Parameters belong to the launch, and stacks to its threads.
+static bool is_own(Thread& t, void const* p) {
+  return t.is_local(uint64_t(p)) || uint64_t(p) - uint64_t(t.params) < M.kernel->param_bytes;
+}
+
+void global_read(Thread& t, int at, void const* p, uint32_t n) {
+  if (!n || !is_ahead(t) || is_own(t, p)) return;
+  // Behind a kernel that has itself waited for those before it, only what it writes is not there
+  // yet. What a kernel from elsewhere writes is not known.
+  if (!M.written_before.waited)
+    t.fail(at, "global memory is read before griddepcontrol.wait, beside an unknown kernel");
+  if (M.written_before.meets(p, n))
+    t.fail(at, "what the kernel before writes is read before griddepcontrol.wait");
+}
+
+void global_write(Thread& t, int at, void const* p, uint32_t n) {
+  if (!n || is_own(t, p)) return;
+  if (is_ahead(t)) t.fail(at, "global memory is written before griddepcontrol.wait");
+  M.written.add(p, n);
+}
+
+void Thread::griddep_wait(int where) {
+  at = where;
+  if (M.planted(Plant::kGridWait, where)) return;
+  cta->grid_waited = M.grid_waited = true;
+  M.written.waited = M.launch.ahead;
+  if (hb) M.race->grid_wait(*hb);
+}
+
+void Thread::griddep_launch_dependents(int where) {
+  at = where;
+  if (is_ahead(*this))
+    fail(where,
+         "griddepcontrol.launch_dependents before griddepcontrol.wait: the next kernel "
+         "would not wait for all before it");
+  M.written.waited = true;
+}
+
+// ---- accesses ------------------------------------------------------------------------------
+
 static uint8_t* global_address(Thread& t, int at, uint64_t address, uint32_t n) {
   t.at = at;
   if (address < 65536) t.fail(at, "null pointer access");
@@ -99,6 +165,7 @@ static uint8_t* global_address(Thread& t, int at, uint64_t address, uint32_t n) 
 uint8_t* Thread::load_global(int where, uint64_t address, uint32_t n) {
   if (is_shared(address)) return load_shared(where, uint32_t(to_shared(address)), n);
   uint8_t* p = global_address(*this, where, address, n);
+  global_read(*this, where, p, n);
   if (hb && !is_local(address)) M.race->access(*this, where, p, n, false, false);
   return p;
 }
@@ -106,6 +173,7 @@ uint8_t* Thread::load_global(int where, uint64_t address, uint32_t n) {
 uint8_t* Thread::store_global(int where, uint64_t address, uint32_t n) {
   if (is_shared(address)) return store_shared(where, uint32_t(to_shared(address)), n);
   uint8_t* p = global_address(*this, where, address, n);
+  global_write(*this, where, p, n);
   if (hb && !is_local(address)) M.race->access(*this, where, p, n, true, false);
   M.stored();
   return p;
@@ -118,7 +186,11 @@ static uint8_t* strong_address(Thread& t, int at, bool shared, uint64_t address,
     shared = true;
     address = t.to_shared(address);
   }
-  if (!shared) return global_address(t, at, address, n);
+  if (!shared) {
+    uint8_t* p = global_address(t, at, address, n);
+    (writes ? global_write : global_read)(t, at, p, n);
+    return p;
+  }
   uint8_t* p = shared_address(t, at, uint32_t(address), n);
   if (writes) generic_write(t, uint32_t(address), n);
   return p;

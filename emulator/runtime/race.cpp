@@ -33,7 +33,10 @@ uint32_t RaceDetector::new_agent(std::string name) {
   return it->second;
 }
 
-void RaceDetector::start_launch() { *this = RaceDetector(); }
+void RaceDetector::start_launch() {
+  *this = RaceDetector();
+  grid_before_ = new_agent("the kernel before");
+}
 
 void RaceDetector::start_cluster(Cluster& cluster) {
   auto const first = uint64_t(cluster.arena);
@@ -129,6 +132,13 @@ void RaceDetector::release(HbThread& hb, HbClock& into) {
 }
 
 void RaceDetector::acquire(HbThread& hb, HbClock const& from) { merge(hb.clock, from); }
+
+void RaceDetector::grid_wait(HbThread& hb) { add(hb.clock.known, {grid_before_, 1}); }
+
+bool RaceDetector::knows_grid_wait(HbThread const& hb) const {
+  HbVector const* known = hb.clock.known.get();
+  return known && grid_before_ < known->size() && (*known)[grid_before_] != 0;
+}
 
 void RaceDetector::warp_barrier(Thread* const* threads, uint32_t mask) {
   HbClock clock;

@@ -78,6 +78,8 @@ class RaceDetector {
   void release(HbThread& hb, HbClock& into);
   void merge(HbClock& into, HbClock const& from);
   void acquire(HbThread& hb, HbClock const& from);
+  void grid_wait(HbThread& hb);
+  bool knows_grid_wait(HbThread const& hb) const;
   void warp_barrier(Thread* const* threads, uint32_t mask);
   void fence(HbThread& hb, int scope);
   void fence_proxy(HbThread& hb);
@@ -135,6 +137,7 @@ class RaceDetector {
                            Access const& before, bool before_was_write, bool missing_proxy);
 
   uint32_t num_agents_ = 1;
+  uint32_t grid_before_ = 0;  // agent: the end of the grids that this launch depends on
   std::deque<std::string> names_{"nobody"};
   std::map<std::string, uint32_t> reusable_;
   std::vector<uint32_t> clocks_;

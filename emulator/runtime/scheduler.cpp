@@ -127,6 +127,7 @@ Thread* take_lane(Warp& w) {
 
 void run_launch() {
   M.next_cluster = 0;
+  M.grid_waited = false;
   Launch const& l = M.launch;
   M.num_clusters = uint64_t(l.grid[0]) * l.grid[1] * l.grid[2] / cluster_size(l);
   uint32_t const resident = std::max(1u, M.settings.num_sms / cluster_size(l));
@@ -157,6 +158,11 @@ void run_launch() {
               !(async_pending() && (eager || (random && M.random(rate) == 0)));
     }
   }
+  // The kernel behind this one takes its end for the end of all before it.
+  if (l.ahead && !M.grid_waited)
+    throw EmulatorError("emulator: " + demangle(M.kernel->function->name) +
+                        " may start before the kernel before it ends, and has not executed "
+                        "griddepcontrol.wait");
 }
 
 // ---- faults --------------------------------------------------------------------------------
@@ -334,6 +340,7 @@ void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* p
   M.kernel = &kernel;
   M.launch = launch;
   M.params = params;
+  M.written_before = std::exchange(M.written, Written());
   // The same kernel is scheduled the same way whatever ran before: a failing test fails alone.
   M.rng = (M.settings.seed + 1) * 0x2545f4914f6cdd1dull ^ 0x9e3779b97f4a7c15ull;
   for (int i = 0; i < 8; ++i) M.random(2);
@@ -351,6 +358,7 @@ void run_kernel(KernelInfo const& kernel, Launch const& launch, uint8_t const* p
       abandon_clusters();
       reset_queues();
       reset_variables();
+      M.written = Written();
       throw;
     }
   }

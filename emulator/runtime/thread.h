@@ -110,6 +110,8 @@ struct PX_EXPORTED Thread {
   void yield(int at);
   uint32_t clock(int at);
   void setmaxnreg(int at, bool increase, uint32_t count);
+  void griddep_wait(int at);
+  void griddep_launch_dependents(int at);
 
   // ---- memory: each returns the host address of `n` bytes after checking the access
   uint8_t* load_shared(int at, uint32_t address, uint32_t n);

@@ -196,6 +196,10 @@ void Thread::tma_load(int where, int rank_, uint32_t dst, uint64_t map, int32_t 
   uint32_t bytes = kElementBytes[m.dtype];
   for (int i = 0; i < rank_; ++i) bytes *= m.box[i];
   HbOperation op = operation(*this, HbAgent{});
+  if (is_ahead(*this))
+    walk(m, coords.data(), [&](uint32_t, uint32_t, uint8_t const* g, uint32_t, uint32_t inside) {
+      global_read(*this, where, g, inside);
+    });
   for (uint32_t r = 0; r < cluster_size; ++r) {
     if (!(mask >> r & 1)) continue;
     uint32_t const d = mapa(dst, r);
@@ -231,6 +235,9 @@ void Thread::tma_store(int where, int rank_, uint32_t src, uint64_t map, int32_t
   uint32_t bytes = kElementBytes[m.dtype];
   for (int i = 0; i < rank_; ++i) bytes *= m.box[i];
   shared_range(*this, where, src, bytes);
+  walk(m, coords.data(), [&](uint32_t, uint32_t, uint8_t const* g, uint32_t, uint32_t inside) {
+    global_write(*this, where, g, inside);
+  });
   HbOperation const read = operation(*this, kHbBulkRead), write = operation(*this, kHbBulkWrite);
   async->bulk_open.push_back(post_store(*this, where, [=] {
     async_read(*this, where, src, bytes, read);

@@ -153,9 +153,14 @@ def nanosleep(f: F, i: I) -> str:
     return f"T.yield({i.at});"
 
 
-@instruction("pmevent griddepcontrol", "launch_dependents wait mask")
+@instruction("pmevent", "mask")
 def nothing(f: F, i: I) -> str:
     return ";"
+
+
+@instruction("griddepcontrol", "launch_dependents wait")
+def griddepcontrol(f: F, i: I) -> str:
+    return f"T.griddep_{i.one_of('launch_dependents', 'wait')}({i.at});"
 
 
 @instruction("setmaxnreg", "inc dec sync aligned")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .library import Failure, load
+from .library import Failure, aligned, load
 
 
 @pytest.fixture
@@ -53,6 +53,51 @@ def test_registers_are_those_of_the_launch(kernels: Any) -> None:
     assert p[0] == 24
     with pytest.raises(Failure, match="register pool empty"):
         kernels.registers(p, 32)
+
+
+_READ = "global memory is read before griddepcontrol.wait, beside an unknown kernel"
+AHEAD = [
+    *(
+        (i, "global memory is read before griddepcontrol.wait, beside an unknown")
+        for i in (1, 4, 5)
+    ),
+    *((i, "global memory is written before griddepcontrol.wait") for i in (2, 3, 6)),
+    (7, "launch_dependents before griddepcontrol.wait"),
+    (8, _READ),
+    (9, "has not executed griddepcontrol.wait"),
+]
+
+
+@pytest.mark.parametrize("race", [0, 1])
+@pytest.mark.parametrize(("which", "words"), AHEAD)
+def test_launch_that_runs_beside_the_one_before(
+    kernels: Any, which: int, words: str, race: int
+) -> None:
+    if which == 8 and not race:
+        pytest.skip("that another thread has waited is enough without the race check")
+    kernels.configure(race=race)
+    p = aligned(4, np.int32, 16)
+    kernels.ahead(which, 1, p, 0)  # an ordinary launch
+    if which < 8:
+        kernels.ahead(which, 0, p, 1)
+        assert p[0] == 1 + (which == 1)
+    kernels.small(p, 1, 1)
+    with pytest.raises(Failure, match=words) as error:
+        kernels.ahead(which, 1, p, 1)
+    assert "ahead_kernel" in str(error.value)
+
+
+def test_beside_a_known_kernel_what_it_does_not_write_may_be_read(kernels: Any) -> None:
+    p, q = (aligned(4, np.int32, 16) for _ in range(2))
+    kernels.ahead(10, 0, p, 1)  # lets the next launch start
+    kernels.ahead(1, 1, q, 1)
+    assert q[0] == 1
+    kernels.ahead(10, 0, p, 1)
+    with pytest.raises(Failure, match="what the kernel before writes is read"):
+        kernels.ahead(1, 1, p, 1)
+    kernels.ahead(10, 0, p, 1)
+    with pytest.raises(Failure, match="written before"):
+        kernels.ahead(2, 1, q, 1)
 
 
 def test_device_variables_are_reset(kernels: Any) -> None:
