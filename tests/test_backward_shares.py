@@ -9,12 +9,17 @@ from .check import Backend, check, with_cases
 # does; 17 steps a task and more.
 LONG = AttentionCase(grads=True, rows=(1050,), keys=(300,), heads=2, heads_kv=2)
 LONGER = AttentionCase(grads=True, rows=(2100,), keys=(300,), heads=2, heads_kv=2)
+# A task over: in a fixed order its pieces have rows of their own, and follow each other.
+ONE_OVER = AttentionCase(grads=True, rows=(2100,), keys=(600,), heads=1, heads_kv=1)
+FEW = AttentionCase(grads=True, rows=(3100,), keys=(300,), heads=4, heads_kv=2)
 
 
 @with_cases(
     grid(LONG, head_dim=(80, 128), deterministic=(False, True)),
     grid(LONG, head_dim=(128,), heads_kv=(1,), dlse=(True,), dtype=("float16",)),
     grid(LONGER, head_dim=(64,), wanted=(1, 6, 7)),
+    grid(ONE_OVER, head_dim=(64, 80, 128), deterministic=(True,)),
+    grid(FEW, head_dim=(64, 128), deterministic=(True,)),
 )
 def test_shared_tasks(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)

@@ -66,6 +66,28 @@ inline int heads_per_section(const FwdParams& p, int heads, int kv_blocks, int s
   return section;
 }
 
+// Whether all tasks take the same steps.
+inline bool bwd_tasks_are_equal(const FwdParams& p) {
+  return p.window_left == kUnbounded && p.window_right == kUnbounded && p.attention_chunk == 0 &&
+         !p.cu_seqlens_q && !p.cu_seqlens_k && !p.seqused_q && !p.seqused_k;
+}
+
+// By how much larger a section is in deterministic mode. The KV blocks of a head follow each other
+// at the distance of a turn, and wait less where blocks of other heads come in between: at head dim
+// 64 always, else in long rows without a mask, where enough blocks of a head still run at once to
+// share what they read.
+template <class Tile>
+int heads_between(const BwdArgs& args) {
+  const FwdParams& p = args.params.fwd;
+  if (!args.params.deterministic) return 1;
+  if (Tile::kHeadDim == 64) return 2;
+  if (!bwd_tasks_are_equal(p)) return 1;
+  constexpr bool kNarrow = BwdTask<Tile>::kNarrow;
+  constexpr int kBlocksAtOnce = kNarrow ? 16 : 8, kMost = kNarrow ? 4 : 8;
+  const int blocks = min_of(p.num_sms / args.heads_per_section, args.kv_blocks);
+  return max_of(min_of(blocks / kBlocksAtOnce, kMost), 1);
+}
+
 // Under a mask the last two sections are one: it begins with the longest tasks of all its heads, so
 // that none of them is the last to be drawn.
 template <class Tile>
@@ -79,26 +101,26 @@ int bwd_sections(const BwdArgs& args) {
 
 // How the tasks of an incomplete last round are shared by all thread blocks, if that saves enough
 // Q rows: a piece costs as much as some 300 rows beside its own, and to add it takes a tenth of
-// that; conversions keep thread blocks busy that have no task. In deterministic mode the pieces of
-// a row would come at different times, and their turns wait.
+// that; conversions keep thread blocks busy that have no task. In deterministic mode all tasks are
+// cut at the same rows, else a piece would wait for rows that others reach at their end; and thread
+// blocks come to the last round one by one, so that smaller pieces than one for each even it out.
 template <class Tile>
 BwdShares bwd_shares(const BwdArgs& args, bool converts) {
   const BwdParams& params = args.params;
   const FwdParams& p = params.fwd;
   const int units = p.num_sms, tasks = args.num_tasks % units;
-  const bool equal = p.window_left == kUnbounded && p.window_right == kUnbounded &&
-                     p.attention_chunk == 0 && !p.cu_seqlens_q && !p.cu_seqlens_k && !p.seqused_q &&
-                     !p.seqused_k;
   const bool in_last_section =
       tasks <= args.heads_of_section(args.num_sections - 1) * args.kv_blocks;
-  if (!equal || params.deterministic || bwd_is_general(p) || tasks == 0 || !in_last_section) {
-    return {};
-  }
-  const int steps = ceil_div(p.seqlen_q, Tile::kBlockQ);
-  const int length =
-      max_of(ceil_div(tasks * steps, units), static_cast<int>(std::ceil(std::sqrt(0.5 * steps))));
+  if (!bwd_tasks_are_equal(p) || bwd_is_general(p) || tasks == 0 || !in_last_section) return {};
+  int steps = ceil_div(p.seqlen_q, Tile::kBlockQ);
+  const int least = static_cast<int>(std::ceil(std::sqrt(0.5 * steps)));
+  int length = max_of(ceil_div(tasks * steps, units), least);
   const int saved = (steps - length) * Tile::kBlockQ;
-  if (saved < (converts ? 3072 : 512)) return {};
+  if (saved < (converts ? 3072 : params.deterministic ? 1536 : 512)) return {};
+  if (params.deterministic) {
+    length = max_of(ceil_div(steps, ceil_div(3 * units, 2 * tasks)), least);
+    steps = ceil_div(steps, length) * length;
+  }
   BwdShares shares{tasks, steps, length, ceil_div(tasks * steps, length), 0};
   for (int t = 0; t < tasks; ++t) shares.all_pieces += shares.pieces_of(t);
   return shares;
@@ -289,11 +311,8 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
   args.sections_of = (p.cu_seqlens_k ? 1 : p.batch) * args.parts;
   args.heads_per_section =
       heads_per_section(args.params.fwd, args.sections_of, args.kv_blocks, splits);
-  // In deterministic mode short rows of head dim 64 wait less where blocks of other heads come in
-  // between.
-  if (params.deterministic && Tile::kHeadDim == 64) {
-    args.heads_per_section = min_of(2 * args.heads_per_section, args.sections_of);
-  }
+  args.heads_per_section =
+      min_of(heads_between<Tile>(args) * args.heads_per_section, args.sections_of);
   args.batch_inner = Tile::kBiasStages > 0 && p.bias && p.bias_batch_stride == 0;
   args.num_tasks = args.kv_blocks * args.sections_of;
   args.num_sections = bwd_sections<Tile>(args);

@@ -30,8 +30,10 @@ enum class BiasAccess : int { kNone, kTiles, kKeys };
 
 // A last round of equal tasks that would leave thread blocks idle: the tasks, of `steps` Q blocks
 // each, lie end to end and are cut into shares of `length`, one for a thread block. So a share is a
-// piece of a task, or the end of one and the beginning of the next. The pieces of a task leave dK
-// and dV in the workspace, and the thread block that is done last adds them.
+// piece of a task, or the end of one and the beginning of the next. In deterministic mode `steps`
+// is a multiple of `length`, the last of them empty, so that no share belongs to two tasks. The
+// pieces of a task leave dK and dV in the workspace, and the thread block that is done last adds
+// them.
 struct BwdShares {
   int tasks, steps, length;
   int count;       // 0: no task is shared
@@ -325,7 +327,7 @@ __device__ __forceinline__ bool bwd_piece(const BwdShares& shares, int share, bo
   const int from = share * shares.length - task * shares.steps;
   const int to = min_of(from + shares.length, (shares.tasks - task) * shares.steps);
   t.blocks.begin = max_of(from, 0);
-  t.blocks.end = min_of(to, shares.steps);
+  t.blocks.end = min_of(to, t.blocks.end);
   t.pieces = shares.pieces_of(task);
   t.stores = t.pieces == 1;
   t.shared = task;
