@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .cases import AttentionCase, grid
 from .check import Backend, check, with_cases
 
@@ -12,6 +14,9 @@ LONGER = AttentionCase(grads=True, rows=(2100,), keys=(300,), heads=2, heads_kv=
 # A task over: in a fixed order its pieces have rows of their own, and follow each other.
 ONE_OVER = AttentionCase(grads=True, rows=(2100,), keys=(600,), heads=1, heads_kv=1)
 FEW = AttentionCase(grads=True, rows=(3100,), keys=(300,), heads=4, heads_kv=2)
+# Wide heads, whose tasks two SMs share: three for two clusters.
+WIDE = AttentionCase(grads=True, rows=(1050,), keys=(300,), heads=1, heads_kv=1)
+ONE = replace(WIDE, keys=(15,))
 
 
 @with_cases(
@@ -20,6 +25,9 @@ FEW = AttentionCase(grads=True, rows=(3100,), keys=(300,), heads=4, heads_kv=2)
     grid(LONGER, head_dim=(64,), wanted=(1, 6, 7)),
     grid(ONE_OVER, head_dim=(64, 80, 128), deterministic=(True,)),
     grid(FEW, head_dim=(64, 128), deterministic=(True,)),
+    grid(ONE, head_dim=(192, 256)),
+    grid(WIDE, head_dim=(192, 256), deterministic=(False, True)),
+    grid(WIDE, head_dim=(192,), head_dim_v=(128,), heads=(3,), dlse=(True,), wanted=(1, 3, 6, 7)),
 )
 def test_shared_tasks(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)

@@ -355,11 +355,12 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
     }
     ptx::named_barrier_sync(kDsReady, kThreads);
     if (warpgroup == 0 && thread == 0) {
-      const int before = ptx::add_acq_rel(args.work.pieces_done + task.shared, 1);
-      task.stores = before == task.pieces - 1;
+      const int before =
+          ptx::add_acq_rel(args.work.pieces_done + BwdWorkspace::kJoins * task.shared, 1);
+      task.stores[0] = before == task.pieces - 1;
     }
     ptx::named_barrier_sync(kDsReady, kThreads);
-    if (!task.stores) return;
+    if (!task.stores[0]) return;
     const int first = BwdShares::slot(args.shares.first_share(task.shared), task.shared);
 #pragma unroll
     for (int i = 0; i < kOut; ++i) dk[i] = dv[i] = 0.0f;

@@ -323,8 +323,9 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
   args.q_blocks = ceil_div(p.seqlen_q, Tile::kBlockQ);
   // A task that is drawn and not begun keeps others waiting.
   args.draw_at = params.deterministic ? 2 : Tile::kHeadDim > 128 ? 8 : 4;
+  bool converts = false;
   if constexpr (BwdTask<Tile>::kNarrow) {
-    const bool converts = bwd_converts<Tile>(args);
+    converts = bwd_converts<Tile>(args);
     if (converts) {
       const int items_of_head = p.num_heads_q / args.parts * args.q_blocks;
       const auto conversions = [&](int heads, int blocks) {
@@ -334,8 +335,8 @@ BwdArgs bwd_args(const BwdParams& params, int units, int splits = 1) {
       args.last_conversions =
           conversions(args.heads_of_section(args.num_sections - 1), kLastConvertBlocks);
     }
-    if constexpr (kShares<Tile, false>) args.shares = bwd_shares<Tile>(args, converts);
   }
+  if constexpr (kShares<Tile, false>) args.shares = bwd_shares<Tile>(args, converts);
   args.work.assign(params.workspace, params, Tile::kBlockQ, Tile::kHeadDim, splits,
                    args.shares.tasks, args.shares.slots());
   args.num_draws = args.num_tasks + args.shares.count - args.shares.tasks +
@@ -351,7 +352,9 @@ void launch_passes(BwdArgs& args, const BwdParams& params, cudaStream_t stream,
   const dim3 pass_grid(static_cast<unsigned>(args.work.row_blocks * heads));
   direct_dbias(args, stream);
   if (Tile::kBiasStages > 0) choose_bias_access(args);
-  launch_kernel(bwd_pre_kernel<Tile, kDType>, {pass_grid, kPassThreads, 0}, stream, args);
+  LaunchShape pre{pass_grid, kPassThreads, 0};
+  pre.after_dependency = !is_capturing(stream);
+  launch_kernel(bwd_pre_kernel<Tile, kDType>, pre, stream, args);
   if (any_gemm(args)) launch_main();
   if (params.dq && !args.conversions) {
     LaunchShape shape{pass_grid, kPassThreads, 0};
@@ -401,16 +404,19 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
       params, [&](auto tile) { launch_bwd_tile<decltype(tile), kDType>(params, stream); });
 }
 
+template <class Tile>
+size_t bwd_workspace_bytes_of(const BwdParams& params, int units, int splits = 1) {
+  BwdParams sized = params;
+  sized.workspace = nullptr;
+  const BwdShares shares = bwd_args<Tile>(sized, units, splits).shares;
+  return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, Tile::kHeadDim, splits, shares.tasks,
+                               shares.slots());
+}
 template <int kHeadDim>
 size_t bwd_workspace_bytes(const BwdParams& params) {
   return with_bwd_tile<kHeadDim>(params, [&](auto tile) {
     using Tile = decltype(tile);
-    BwdParams sized = params;
-    sized.workspace = nullptr;
-    const int splits = group_splits<Tile>(params);
-    const BwdShares shares = bwd_args<Tile>(sized, params.fwd.num_sms, splits).shares;
-    return BwdWorkspace{}.assign(nullptr, params, Tile::kBlockQ, kHeadDim, splits, shares.tasks,
-                                 shares.slots());
+    return bwd_workspace_bytes_of<Tile>(params, params.fwd.num_sms, group_splits<Tile>(params));
   });
 }
 

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kPassThreads)
   constexpr int kRows = kPassThreads / kLanes;
   const BwdParams& params = args.params;
   const FwdParams& p = params.fwd;
+  ptx::griddep_wait();
   ptx::griddep_launch_dependents();
 
   const unsigned number = last_first();
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kPassThreads)
   }
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) *args.work.next_task = 0;
-    for (int i = threadIdx.x; i < args.shares.tasks; i += kPassThreads) {
+    for (int i = threadIdx.x; i < BwdWorkspace::kJoins * args.shares.tasks; i += kPassThreads) {
       args.work.pieces_done[i] = 0;
     }
     if (args.sections_ahead) {

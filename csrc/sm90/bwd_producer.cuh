@@ -280,7 +280,7 @@ struct BwdStore {
                             const BwdTask<Tile>& task) {
     if (!kOwn && !my_turn()) return;
     wait_full();
-    if (out && task.stores) {
+    if (out && task.stores[0]) {
       for (int half = 0; half < 2; ++half) {
         if (kOwn && half != me) continue;
         const int first = task.kv0 + half * kRows, rows = task.kv_slot_end - first;

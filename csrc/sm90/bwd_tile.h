@@ -63,7 +63,9 @@ struct BwdWorkspace {
       nullptr;           // of each section (dense batches): tasks that have zeroed their part of it
   int* added = nullptr;  // of each section: store warps whose task adds nothing more to dQ
   // Where tasks are shared: dK and dV of each piece, in accumulator order, float32; and of each
-  // task how many pieces are done.
+  // task how many pieces are done, for up to kJoins groups of threads that each have a part of
+  // them.
+  static constexpr int kJoins = 4;
   float* pieces = nullptr;
   int* pieces_done = nullptr;
   // (batch, num_heads_q, dbias_rows, seqlen_kv): where deterministic mode sums a repeated bias in a
@@ -74,7 +76,9 @@ struct BwdWorkspace {
   size_t dbias_bytes(const FwdParams& p) const {
     return size_t(p.batch) * p.num_heads_q * dbias_rows * p.seqlen_kv * sizeof(float);
   }
-  static size_t piece_floats(int head_dim) { return size_t(2) * 128 * head_dim; }
+  FLASH_CUDA_HOST_DEVICE static constexpr size_t piece_floats(int head_dim) {
+    return size_t(2) * 128 * head_dim;
+  }
   static int max_sections(const FwdParams& p, int splits) {
     return p.cu_seqlens_q || p.cu_seqlens_k ? 0 : p.batch * p.num_heads_kv * splits;
   }
@@ -103,7 +107,7 @@ struct BwdWorkspace {
     zeroed = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
     added = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
     pieces = reinterpret_cast<float*>(take(piece_slots * piece_floats(head_dim) * sizeof(float)));
-    pieces_done = reinterpret_cast<int*>(take(shared_tasks * sizeof(int)));
+    pieces_done = reinterpret_cast<int*>(take(kJoins * shared_tasks * sizeof(int)));
     if (splits > 1) {
       const size_t rows_kv = p.cu_seqlens_k ? p.total_kv : size_t(p.batch) * p.seqlen_kv;
       dk_parts = take(rows_kv * p.num_heads_kv * splits * p.head_dim * 2);

@@ -10,6 +10,7 @@
 #include "ptx/smem_addr.h"
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
+#include "sm90/bwd_pieces.cuh"
 #include "sm90/bwd_wide_load.cuh"
 
 namespace flash_cuda::sm90 {
@@ -35,7 +36,7 @@ struct BwdWideWarpgroup {
   const uint32_t smem;
   const uint32_t rank, peer;  // peer: of shared memory, added to an address of this block's
   const int thread;           // in the warpgroup
-  const BwdTask<Tile>* task = nullptr;
+  BwdTask<Tile>* task = nullptr;
 
   __device__ int lane() const { return thread & 31; }
   __device__ int warp() const { return thread >> 5; }
@@ -84,8 +85,9 @@ struct BwdWideWarpgroup {
     }
   }
 
-  // dQ = dS K over the keys of both blocks, the columns of this warpgroup.
-  __device__ void gemm_dq(float (&dq)[kDq]) const {
+  // dQ = dS K over the keys of both blocks, the columns of this warpgroup. `rank`: read anew in
+  // each step, or the descriptors would be kept, and some of them in memory.
+  __device__ void gemm_dq(float (&dq)[kDq], uint32_t rank) const {
     const int col = rank * (Tile::kHeadDim / 2) + bwd_wide_dq_col<Tile, kWarpgroup>(rank);
     const int panel = col / 64, at = col % 64 * 2;
     const uint64_t a = ptx::wgmma_desc(smem + Smem::kDs, kDesc);
@@ -148,14 +150,16 @@ struct BwdWideWarpgroup {
   // Hands dK or dV to the store warp, two panels at a time.
   template <int kDim>
   __device__ void stage_out(float (&acc)[kDim / 2], float scale) const {
-    const int row = warp() * 16 + lane() % 16;
+    uint32_t me[1] = {static_cast<uint32_t>(thread)};
+    ptx::pin(me);  // or the addresses would be kept through all steps
+    const int lane = me[0] % 32, row = me[0] / 32 * 16 + lane % 16;
     const uint32_t base = smem + kStaging + row * 128;
 #pragma unroll
     for (int p = 0; p < kDim / 64; p += 2) {
       wait_staging();
 #pragma unroll
       for (int c = 0; c < 8 && p * 4 + c < kDim / 16; ++c) {
-        const int chunk = (c % 4) * 2 + lane() / 16;
+        const int chunk = (c % 4) * 2 + lane / 16;
         const float* a = acc + 32 * p + 8 * c;
         ptx::stmatrix_x4(base + (c / 4) * Tile::kPanelBytes + ((chunk ^ (row & 7)) << 4),
                          {ptx::pack<kDType>(a[0] * scale, a[1] * scale),
@@ -166,6 +170,20 @@ struct BwdWideWarpgroup {
       ptx::fence_proxy_async_shared();
       ptx::named_barrier_arrive(kWideFull + 3 * kWarpgroup, 160);
     }
+  }
+
+  // A piece of a shared task: its accumulators join those of the other pieces, or become their sum.
+  template <int kCount>
+  __device__ void join(float (&acc)[kCount]) const {
+    if (task->pieces == 1) return;
+    uint32_t me[2] = {2 * rank + kWarpgroup, static_cast<uint32_t>(thread)};
+    ptx::pin(me);  // as in stage_out
+    constexpr int kVectors = BwdWorkspace::piece_floats(Tile::kHeadDim) / 4 / BwdWorkspace::kJoins;
+    const BwdWorkspace& work = args.base.work;
+    join_pieces<128>(args.base, *task,
+                     reinterpret_cast<float4*>(work.pieces) + me[0] * kVectors + me[1],
+                     work.pieces_done + BwdWorkspace::kJoins * task->shared + me[0], me[1] == 0,
+                     task->stores[kWarpgroup], kWideJoin + kWarpgroup, acc);
   }
 
   // P and then dS of a warp's 16 keys.

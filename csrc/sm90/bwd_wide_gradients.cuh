@@ -5,8 +5,8 @@
 
 namespace flash_cuda::sm90 {
 
-// kGeneral: there may be a bias.
-template <class Tile, DType kDType, bool kGeneral>
+// kGeneral: there may be a bias. kShare: tasks may be shared.
+template <class Tile, DType kDType, bool kGeneral, bool kShare>
 struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
   using Base = BwdWideWarpgroup<Tile, kDType, 1>;
   using Smem = typename Base::Smem;
@@ -109,9 +109,10 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
       bias_gradient(q0, group);
     }
     float dq[kDq];
+    const uint32_t here = ptx::cluster_block_rank();
     ptx::mbarrier_wait(bars().ds_full(), step & 1);
     ptx::wgmma_fence();
-    this->gemm_dq(dq);
+    this->gemm_dq(dq, here);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     ptx::pin(dk);
@@ -134,9 +135,9 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
       }
     };
     const auto out = [&] {
-      if (args.base.params.dk) {
-        this->template stage_out<Tile::kHeadDim>(dk, args.base.params.fwd.softmax_scale);
-      }
+      if (!args.base.params.dk) return;
+      if constexpr (kShare) this->join(dk);
+      this->template stage_out<Tile::kHeadDim>(dk, args.base.params.fwd.softmax_scale);
     };
     this->for_tasks(smem_ptr, work, out);
   }

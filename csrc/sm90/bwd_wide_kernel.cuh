@@ -25,10 +25,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_wide_kernel(const __grid_constant__ BwdMaps maps,
                     const __grid_constant__ BwdWideArgs args) {
   using Smem = BwdWideSmem<Tile>;
+  constexpr bool kShare = kShares<Tile, kGeneral> && !kClipped;
   extern __shared__ __align__(1024) uint8_t smem_ptr[];
   const uint32_t smem = ptx::smem_addr(smem_ptr);
   const uint32_t rank = ptx::cluster_block_rank();
-  const uint32_t peer = ptx::mapa(smem, rank ^ 1) - smem;
   if (threadIdx.x == 0) {
     BwdWideBarriers{smem + Smem::kBarriers}.init();
     ptx::fence_mbarrier_init();
@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::cluster_arrive();
   ptx::cluster_wait();
 
+  // Found where it is wanted: kept for all warps, it would be read from memory in every step.
+  const auto peer = [&] { return ptx::mapa(smem, rank ^ 1) - smem; };
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<40>();
@@ -52,18 +54,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else if (warp == 2) {
       BwdWideStore<Tile, 1, kClipped>{args, smem + Smem::kStaging, rank}.run(maps, smem, smem_ptr);
     } else {
-      if (threadIdx.x % 32 == 0) bwd_wide_draw<Tile>(args, smem, smem_ptr, rank, peer);
+      if (threadIdx.x % 32 == 0) bwd_wide_draw<Tile, kShare>(args, smem, smem_ptr, rank, peer());
     }
     __syncwarp();
   } else {
     const int thread = threadIdx.x % 128;
     if (warpgroup == 1) {
       ptx::setmaxnreg_inc<248>();
-      BwdWideScores<Tile, kDType, kGeneral> consumer{args, smem, rank, peer, thread};
+      BwdWideScores<Tile, kDType, kGeneral, kShare> consumer{args, smem, rank, peer(), thread};
       consumer.run(smem_ptr);
     } else {
       ptx::setmaxnreg_inc<216>();
-      BwdWideGradients<Tile, kDType, kGeneral> consumer{args, smem, rank, peer, thread};
+      BwdWideGradients<Tile, kDType, kGeneral, kShare> consumer{args, smem, rank, peer(), thread};
       consumer.run(smem_ptr);
     }
   }

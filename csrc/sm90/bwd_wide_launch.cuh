@@ -13,18 +13,20 @@ void launch_wide_main(const BwdMaps& maps, const BwdWideArgs& args, cudaStream_t
   static std::atomic<uint64_t> smem_allowed{0};
   auto* kernel = bwd_wide_kernel<Tile, kDType, kGeneral, kClipped>;
   allow_dynamic_smem(kernel, kSmemBytes, smem_allowed);
-  const int clusters = min_of(args.base.num_tasks, args.base.params.fwd.num_sms);
+  const int clusters = min_of(args.base.num_draws, args.base.params.fwd.num_sms);
   LaunchShape shape{dim3(static_cast<unsigned>(2 * clusters)), Tile::kThreads, kSmemBytes};
   shape.cluster = 2;
   shape.after_dependency = true;
   launch_kernel(kernel, shape, stream, maps, args);
 }
 
+inline int bwd_wide_clusters(const FwdParams& p) { return max_of(p.num_sms / 2, 1); }
+
 template <class Tile, DType kDType>
 void launch_bwd_wide_tile(const BwdParams& params, cudaStream_t stream) {
   const FwdParams& p = params.fwd;
   BwdWideArgs args{};
-  args.base = bwd_args<Tile>(params, max_of(p.num_sms / 2, 1));
+  args.base = bwd_args<Tile>(params, bwd_wide_clusters(p));
   launch_passes<Tile, kDType>(args.base, params, stream, [&] {
     const BwdMaps maps = bwd_maps<Tile>(args.base, args.rows);
     if constexpr (Tile::kBiasStages > 0) {
@@ -51,8 +53,8 @@ void launch_bwd_wide(const BwdParams& params, cudaStream_t stream) {
 
 template <int kHeadDim, int kHeadDimV>
 size_t bwd_wide_workspace_bytes(const BwdParams& params) {
-  return BwdWorkspace{}.assign(nullptr, params, BwdWideTile<kHeadDim, kHeadDimV>::kBlockQ,
-                               kHeadDim);
+  using Tile = BwdWideTile<kHeadDim, kHeadDimV>;
+  return bwd_workspace_bytes_of<Tile>(params, bwd_wide_clusters(params.fwd));
 }
 
 }  // namespace flash_cuda::sm90

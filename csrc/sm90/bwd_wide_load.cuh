@@ -123,13 +123,14 @@ __device__ __forceinline__ void bwd_wide_load(const BwdWideArgs& args, const Bwd
 }
 
 // One thread: zeroes a block's half of a task's part of the dQ sums of a section that is yet to
-// come, see bwd_zero_sums.
+// come, if there is one, see bwd_zero_sums.
 template <class Tile>
 __device__ __forceinline__ void bwd_wide_zero_sums(const BwdArgs& args, const BwdTask<Tile>& task,
                                                    uint32_t smem, uint32_t rank) {
   using Smem = BwdWideSmem<Tile>;
   constexpr int kHalfBytes = Tile::kBlockQ * Tile::kHeadDim * 2;
   static_assert(kHalfBytes % Smem::kZeroBytes == 0);
+  if (task.section + args.sections_ahead >= args.num_sections) return;
   const ItemRange items = items_to_zero(args, task);
 #pragma unroll 1
   for (int item = items.begin; item < items.end; ++item) {
@@ -149,34 +150,37 @@ __device__ __forceinline__ void bwd_wide_zero_sums(const BwdArgs& args, const Bw
 // One thread of each block. The first block draws tasks in order, so that whatever a task waits for
 // in deterministic mode is running or done, and tells the second; each finds out for itself what
 // there is to do. The next task is drawn shortly before the end of one.
-template <class Tile>
+template <class Tile, bool kShare>
 __device__ __forceinline__ void bwd_wide_draw(const BwdWideArgs& args, uint32_t smem,
                                               uint8_t* smem_ptr, uint32_t rank, uint32_t peer) {
   using Smem = BwdWideSmem<Tile>;
   const BwdWideBarriers bars{smem + Smem::kBarriers};
   const BwdArgs& base = args.base;
-  uint32_t told = 0;    // parity of the numbers that have passed from block to block
+  uint32_t told = 0;  // parity of the numbers that have passed from block to block
+  int index = 0;
+  bool second = false;  // piece of a share
   ptx::griddep_wait();  // the pre-pass sets the counter
   for (RingPlace tasks;; tasks.next()) {
     BwdTask<Tile>& task = bwd_wide_task_at<Tile>(smem_ptr, tasks.slot);
     ptx::mbarrier_wait(bars.near_end(), tasks.slot ^ 1);
     ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
     do {
-      int index;
-      if (rank == 0) {
-        index = atomicAdd(base.work.next_task, 1);
-        ptx::mbarrier_wait(bars.index_empty(), told ^ 1);
-        ptx::store_cluster_async_4(smem + Smem::kIndex + peer, index, bars.index_full() + peer);
-      } else {
-        ptx::mbarrier_arrive_expect_tx(bars.index_full(), 4);
-        ptx::mbarrier_wait(bars.index_full(), told);
-        index = *reinterpret_cast<volatile int*>(smem_ptr + Smem::kIndex);
-        ptx::mbarrier_arrive_cluster(bars.index_empty() + peer);
+      if (!second) {  // else both blocks know
+        if (rank == 0) {
+          index = atomicAdd(base.work.next_task, 1);
+          ptx::mbarrier_wait(bars.index_empty(), told ^ 1);
+          ptx::store_cluster_async_4(smem + Smem::kIndex + peer, index, bars.index_full() + peer);
+        } else {
+          ptx::mbarrier_arrive_expect_tx(bars.index_full(), 4);
+          ptx::mbarrier_wait(bars.index_full(), told);
+          index = *reinterpret_cast<volatile int*>(smem_ptr + Smem::kIndex);
+          ptx::mbarrier_arrive_cluster(bars.index_empty() + peer);
+        }
+        told ^= 1;
       }
-      told ^= 1;
-      task.none = index >= base.num_tasks;
+      task.none = index >= base.num_draws;
       if (task.none) break;
-      bwd_task<Tile, false>(base, index, false, task);
+      second = bwd_task<Tile, kShare>(base, index, second, task);
     } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
     ptx::mbarrier_arrive(bars.task_full(tasks.slot));
     if (task.none) return;
@@ -334,7 +338,7 @@ struct BwdWideStore {
 #pragma unroll 1
     for (int p = 0; p < kPanels; p += 2) {
       wait_full(kWarpgroup);
-      if (leader()) {
+      if (leader() && task.stores[kWarpgroup]) {
         for (int i = 0; i < min_of(2, kPanels - p); ++i) {
           store_rows<kClipped>(&map,
                                staging + kWarpgroup * Smem::kStagingBytes + i * Tile::kPanelBytes,

@@ -5,8 +5,8 @@
 
 namespace flash_cuda::sm90 {
 
-// kGeneral: with softcap, or with ALiBi and a bias.
-template <class Tile, DType kDType, bool kGeneral>
+// kGeneral: with softcap, or with ALiBi and a bias. kShare: tasks may be shared.
+template <class Tile, DType kDType, bool kGeneral, bool kShare>
 struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
   using Base = BwdWideWarpgroup<Tile, kDType, 0>;
   using Smem = typename Base::Smem;
@@ -193,9 +193,10 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     if constexpr (kMore) finish_scores(step + 1, q0, group, masked);
 
     float dq[kDq];
+    const uint32_t here = ptx::cluster_block_rank();
     ptx::mbarrier_wait(bars().ds_full(), step & 1);
     ptx::wgmma_fence();
-    this->gemm_dq(dq);
+    this->gemm_dq(dq, here);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
     ptx::pin(dq);
@@ -235,7 +236,9 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
       }
     };
     const auto out = [&] {
-      if (args.base.params.dv) this->template stage_out<Tile::kHeadDimV>(dv, kProbScale);
+      if (!args.base.params.dv) return;
+      if constexpr (kShare) this->join(dv);
+      this->template stage_out<Tile::kHeadDimV>(dv, kProbScale);
     };
     this->for_tasks(smem_ptr, work, out);
   }

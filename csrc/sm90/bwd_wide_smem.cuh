@@ -96,6 +96,7 @@ enum BwdWideNamedBarrier : int {
   kWideFull = 1,      // + warpgroup + 2 * store warp: dQ, dV or dK lies in the staging buffer
   kWideEmpty = 5,     // + warpgroup: the buffer may be rewritten
   kWideBiasRead = 7,  // a bias has been read from the buffer
+  kWideJoin = 8,      // + warpgroup: the pieces of a shared task
 };
 
 }  // namespace flash_cuda::sm90

@@ -222,7 +222,9 @@ struct BwdTask {
   bool down;                           // from the last Q block to the first
   bool none;                           // no task is left
   bool convert;                        // sums of dQ, the row blocks `blocks` of `section`
-  bool stores;  // dK and dV: unless it is a piece of a shared task, and not the last one done
+  // dK and dV, those of each group of threads that joins pieces for itself: unless it is a piece of
+  // a shared task, and not the last one done.
+  bool stores[2];
   int pieces, shared, slot;  // of how many pieces it is one; of which shared task; its place
 
   __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
@@ -329,7 +331,7 @@ __device__ __forceinline__ bool bwd_piece(const BwdShares& shares, int share, bo
   t.blocks.begin = max_of(from, 0);
   t.blocks.end = min_of(to, t.blocks.end);
   t.pieces = shares.pieces_of(task);
-  t.stores = t.pieces == 1;
+  t.stores[0] = t.stores[1] = t.pieces == 1;
   t.shared = task;
   t.slot = BwdShares::slot(share, task);
   return to > shares.steps;
@@ -337,7 +339,7 @@ __device__ __forceinline__ bool bwd_piece(const BwdShares& shares, int share, bo
 
 // Registers are short in the general variant.
 template <class Tile, bool kGeneral>
-constexpr bool kShares = BwdTask<Tile>::kNarrow && Tile::kBiasStages == 0 && !kGeneral;
+constexpr bool kShares = Tile::kBiasStages == 0 && !kGeneral;
 
 // What is drawn as `index`. True: it is a share with a `second` piece, which is to be asked for
 // next.
@@ -348,9 +350,9 @@ __device__ __forceinline__ bool bwd_task(const BwdArgs& args, int index, bool se
   if constexpr (BwdTask<Tile>::kNarrow) {
     if (args.conversions && bwd_conversion(args, index, t)) return false;
     t.convert = false;
-    t.stores = true;
-    t.pieces = 1;
   }
+  t.stores[0] = t.stores[1] = true;
+  t.pieces = 1;
   const int share = kShare && args.shares.count ? index - (args.num_tasks - args.shares.tasks) : -1;
   if (share >= 0) index += args.shares.first_task(share) + second - share;
   // Sections of heads; inside one, KV blocks outer and heads inner, low keys first (the longest
