@@ -30,12 +30,21 @@ void allow_dynamic_smem(Kernel* kernel, int bytes, std::atomic<uint64_t>& done) 
   done.fetch_or(bit, std::memory_order_relaxed);
 }
 
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 struct LaunchShape {
   dim3 grid;
   int threads;
   int smem_bytes;
   int cluster = 1;
-  // May start before the previous kernel of the stream ends; it calls griddep_wait() itself.
+  // May start before the previous kernel of the stream ends; it calls griddep_wait() itself: before
+  // it uses memory that others use, too, and before it lets the next kernel start. The first kernel
+  // of a call, whose predecessor may be anybody's, does so unless it is being captured: in a graph
+  // that costs more than it gains.
   bool after_dependency = false;
 };
 

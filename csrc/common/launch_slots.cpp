@@ -9,9 +9,7 @@ int LaunchSlots::next_shared() {
 }
 
 int LaunchSlots::slot_of(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  if (status != cudaStreamCaptureStatusNone) return next_shared();
+  if (is_capturing(stream)) return next_shared();
   unsigned long long id = 0;  // never reused in a process; handles are
   check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
   const std::lock_guard<std::mutex> lock(mutex_);
