@@ -129,6 +129,15 @@ VariableInfo const* find_variable(char const* name) {
   return nullptr;
 }
 
+bool is_variable(void const* p, uint32_t n) {
+  for (ModuleInfo const& m : modules())
+    for (uint32_t i = 0; i < m.num_variables; ++i) {
+      uint64_t const from = uint64_t(p) - uint64_t(m.variables[i].address);
+      if (from < m.variables[i].size && n <= m.variables[i].size - from) return true;
+    }
+  return false;
+}
+
 // Called by the stand-in CUDA runtime before the first launch or query.
 void load_environment() {
   static bool const once = [] {

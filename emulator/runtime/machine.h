@@ -355,5 +355,6 @@ void load_environment();  // settings, once
 void reset_variables();   // device variables: the first call notes their values
 KernelInfo const* find_kernel(char const* name);
 VariableInfo const* find_variable(char const* name);
+bool is_variable(void const* p, uint32_t n);  // lies in a device variable
 
 }  // namespace px

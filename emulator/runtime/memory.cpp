@@ -131,7 +131,10 @@ void global_read(Thread& t, int at, void const* p, uint32_t n) {
 
 void global_write(Thread& t, int at, void const* p, uint32_t n) {
   if (!n || is_own(t, p)) return;
-  if (is_ahead(t)) t.fail(at, "global memory is written before griddepcontrol.wait");
+  // A device variable is no memory of the caller's: a counter, say, that only this kernel uses.
+  if (is_ahead(t) &&
+      !(is_variable(p, n) && M.written_before.waited && !M.written_before.meets(p, n)))
+    t.fail(at, "global memory is written before griddepcontrol.wait");
   M.written.add(p, n);
 }
 

@@ -100,6 +100,18 @@ def test_beside_a_known_kernel_what_it_does_not_write_may_be_read(kernels: Any) 
         kernels.ahead(2, 1, q, 1)
 
 
+def test_beside_a_known_kernel_a_variable_may_be_written_that_it_does_not_write(
+    kernels: Any,
+) -> None:
+    p = aligned(4, np.int32, 16)
+    with pytest.raises(Failure, match="written before"):
+        kernels.ahead(11, 1, p, 1)  # beside an unknown kernel
+    kernels.ahead(10, 0, p, 1)  # lets the next launch start
+    kernels.ahead(11, 1, p, 1)
+    with pytest.raises(Failure, match="what the kernel before writes is read"):
+        kernels.ahead(11, 1, p, 1)
+
+
 def test_device_variables_are_reset(kernels: Any) -> None:
     p = np.zeros(2, np.int32)
     kernels.fail(13, p)

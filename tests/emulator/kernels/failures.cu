@@ -137,10 +137,13 @@ __global__ void __launch_bounds__(32) ahead_kernel(int which, int late, int* p) 
       case 7:
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         break;
+      case 11:
+        atomicAdd(&counter, 1);
+        break;
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
     *const_cast<volatile int*>(p) = loaded;
-    if (which == 10) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (which >= 10) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
 }
 __global__ void __launch_bounds__(64) small_kernel(int* p) { *p = 1; }
