@@ -116,7 +116,7 @@ BwdShares bwd_shares(const BwdArgs& args, bool converts) {
   const int least = static_cast<int>(std::ceil(std::sqrt(0.5 * steps)));
   int length = max_of(ceil_div(tasks * steps, units), least);
   const int saved = (steps - length) * Tile::kBlockQ;
-  if (saved < (converts ? 3072 : params.deterministic ? 1536 : 512)) return {};
+  if (saved < (converts ? 3072 : params.deterministic ? 768 : 512)) return {};
   if (params.deterministic) {
     length = max_of(ceil_div(steps, ceil_div(3 * units, 2 * tasks)), least);
     steps = ceil_div(steps, length) * length;
