@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--soak", type=float, default=0.0, metavar="SECONDS", help="also back to back, so long each"
     )
-    add("--soak-turns", type=int, default=3, help="that the time is cut into (default: 3)")
+    add("--soak-turns", type=int, default=4, help="that the time is cut into (default: 4)")
     add("--soak-filter", default="", metavar="REGEX", help="soak only cases whose key matches")
     add("--rounds", type=int, help="samples of each (default 15, on a CPU 7)")
     add(

@@ -26,6 +26,7 @@ from .timing import (
     CpuClock,
     CudaClock,
     Timed,
+    balanced_orders,
     capture_graph,
     host_milliseconds,
     interleave,
@@ -50,7 +51,7 @@ class Settings:
     fewest_rounds: int = 5  # however little time is left
     budget_seconds: float = 0.0  # 0: no limit
     soak_seconds: float = 0.0  # of each backend, in all turns together
-    soak_turns: int = 3
+    soak_turns: int = 4
     soak_filter: str = ""  # only cases whose key matches are soaked
     timer: str | None = None  # overrides the cases'
     seed: int = 0
@@ -305,11 +306,11 @@ class Runner:
         turns = self.settings.soak_turns
         seconds = self.settings.soak_seconds / turns
         found: list[list[Soaked]] = [[] for _ in measured]
+        orders = balanced_orders(len(measured))
         for _ in range(turns):
             # The chip is coolest for whoever is first: everyone is in turn.
-            first, self.soaks = self.soaks % len(measured), self.soaks + 1
-            for place in range(len(measured)):
-                i = (first + place) % len(measured)
+            order, self.soaks = orders[self.soaks % len(orders)], self.soaks + 1
+            for i in order:
                 case, entry, one = measured[i]
                 self.progress(f"{case.label}: {name} {one.name}, soaking")
                 ms, begin, end = soak(one, self.clock, seconds, entry["ms"])

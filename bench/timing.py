@@ -3,7 +3,7 @@
 A rate is the median of single calls between two events. Before each call the GPU is given a spin
 kernel that lasts longer than the host needs to issue the call, so host time never shows; where the
 host was later all the same, the call is measured again behind a longer one. Backends
-take turns within a round and their order rotates from round to round; each call uses another set
+take turns within a round, in orders that are balanced over the rounds; each call uses another set
 of inputs, so that neither the L2 cache nor the clock favours one. `soak` is the other regime: calls
 back to back at the power limit, where rankings can differ.
 """
@@ -156,6 +156,24 @@ def summarize(samples: list[float]) -> Statistics:
     return Statistics(middle, low, high, (high - low) / middle if middle else 0.0, len(samples))
 
 
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders in which everyone follows everyone else equally often: a Williams design.
+
+    A call that follows a light one finds a cooler chip and a higher clock, by up to 5 % at the
+    power limit, so a rotation of one order, which keeps neighbours together, favours some.
+
+    Args:
+        count: contestants.
+
+    Returns:
+        `count` orders, twice as many if it is odd (E. J. Williams, Experimental designs balanced
+        for the estimation of residual effects of treatments, 1949).
+    """
+    first = [(i + 1) // 2 if i % 2 else (count - i // 2) % count for i in range(count)]
+    orders = [[(i + shift) % count for i in first] for shift in range(count)]
+    return orders + [order[::-1] for order in orders] if count % 2 else orders
+
+
 def interleave(
     timed: list[Timed], clock: Clock, rounds: int, warmup: int, seconds: float, minimum: int = 5
 ) -> None:
@@ -170,12 +188,11 @@ def interleave(
         minimum: fewest rounds.
     """
     deadline, minimum = clock.now() + seconds, min(minimum, rounds)
-    place = 0
+    orders, place = balanced_orders(len(timed)), 0
     for turn in range(-warmup, rounds):
         if turn >= minimum and clock.now() > deadline:
             return
-        shift = turn % len(timed) if timed else 0
-        for one in timed[shift:] + timed[:shift]:
+        for one in (timed[i] for i in orders[turn % len(orders)]):
             # Neighbours take different sets: the second must not find the first one's in L2.
             call = one.calls[place % len(one.calls)]
             place += 1

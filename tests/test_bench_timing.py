@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -57,13 +58,22 @@ def timed(device: FakeDevice, name: str, ms: float, sets: int = 3, **more: float
     return Timed(name, [device.call(f"{name}{i}", ms, **more) for i in range(sets)])
 
 
-def test_backends_take_turns_and_the_order_rotates() -> None:
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd", "abcde"])
+def test_in_every_round_everyone_and_everyone_follows_everyone(names: str) -> None:
     device = FakeDevice()
-    contestants = [timed(device, name, 1.0, sets=1) for name in "abc"]
-    interleave(contestants, device, rounds=3, warmup=0, seconds=1e9)
-    rounds = ["".join(device.log[i : i + 3]).replace("0", "") for i in range(0, 9, 3)]
-    assert rounds == ["abc", "bca", "cab"]
-    assert [len(one.samples) for one in contestants] == [3, 3, 3]
+    contestants = [timed(device, name, 1.0, sets=1) for name in names]
+    count = len(names)
+    period = count * (1 + count % 2)
+    interleave(contestants, device, rounds=period, warmup=0, seconds=1e9)
+    rounds = [
+        "".join(entry[0] for entry in device.log[i : i + count])
+        for i in range(0, count * period, count)
+    ]
+    assert all(sorted(order) == sorted(names) for order in rounds)
+    assert [len(one.samples) for one in contestants] == [period] * count
+    follows = Counter(pair for order in rounds for pair in pairwise(order))
+    assert len(follows) == count * (count - 1)
+    assert len(set(follows.values())) <= 1
 
 
 def test_neighbours_use_different_inputs_and_everyone_uses_all() -> None:
