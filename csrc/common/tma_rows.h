@@ -26,6 +26,9 @@ struct RowMap {
   int clipped = 0;
   int batch_rows = 0;  // rows between the batches of a dense tensor
 
+  FLASH_CUDA_HOST_DEVICE static MapRows packed(int first, int len, int head) {
+    return {kWrapSteps - len, first + len, head, true};
+  }
   FLASH_CUDA_HOST_DEVICE MapRows locate(int first, int len, int head, int batch) const {
     if (!clipped) return {first, head, batch, false};
     return {kWrapSteps - len, batch * batch_rows + first + len, head, true};

@@ -228,8 +228,8 @@ struct Consumer {
     const auto first_row = [this] { return lane_row(); };
     const auto first_key = [this, kv_block] { return lane_key(kv_block); };
     if (masked) {
-      mask_scores<!Tile::has(kDense)>(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv),
-                                      first_row(), first_key());
+      mask_scores<Tile::kMayChunk>(s, Mask::make(args.params, work().seqlen_q, work().seqlen_kv),
+                                   first_row(), first_key());
     }
     softmax_exact(s, args.scale_log2, rows, rescale);
   }

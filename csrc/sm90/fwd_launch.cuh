@@ -70,7 +70,9 @@ void launch_tile(const FwdParams& p, cudaStream_t stream) {
   const FwdArgs args = make_args<Tile>(p, stream);
   if (args.num_tiles == 0) return;
   const int blocks = min_of(p.num_sms, args.num_tiles);
-  launch_kernel(kernel, {dim3(blocks), Tile::kThreads, Tile::kSmemBytes}, stream, args);
+  LaunchShape shape{dim3(blocks), Tile::kThreads, Tile::kSmemBytes};
+  shape.after_dependency = !is_capturing(stream);
+  launch_kernel(kernel, shape, stream, args);
 }
 
 // Keys that a row sees at most; for packed sequences a guess, their lengths are on the device.
@@ -84,16 +86,23 @@ inline bool is_general(const FwdParams& p) {
   return p.softcap != 0.0f || p.alibi_slopes || p.bias || !(p.softmax_scale > 0.0f);
 }
 
-// Whole tensors, no left end of a window, no sink, and every tile sees a key.
+// Whole tensors, no chunk, and every row sees a key: those in between do where the first and the
+// last one do.
 inline bool is_dense(const FwdParams& p) {
-  return !p.cu_seqlens_q && !p.cu_seqlens_k && !p.seqused_q && !p.seqused_k && !p.sink &&
-         p.window_left >= kUnbounded && p.attention_chunk == 0 &&
-         Mask::make(p, p.seqlen_q, p.seqlen_kv).kv_end(0) > 0;
+  const Mask mask = Mask::make(p, p.seqlen_q, p.seqlen_kv);
+  return !p.cu_seqlens_q && !p.cu_seqlens_k && !p.seqused_q && !p.seqused_k &&
+         p.attention_chunk == 0 && mask.kv_end(0) > 0 &&
+         mask.kv_begin(p.seqlen_q - 1) < p.seqlen_kv;
+}
+
+inline bool is_packed(const FwdParams& p) {
+  return p.cu_seqlens_q && p.cu_seqlens_k && !p.seqused_q && !p.seqused_k && p.attention_chunk == 0;
 }
 
 template <class Tile, DType kDType>
 void launch_plain(const FwdParams& p, cudaStream_t stream) {
   if (is_dense(p)) return launch_tile<typename Tile::template With<kDense>, kDType>(p, stream);
+  if (is_packed(p)) return launch_tile<typename Tile::template With<kPacked>, kDType>(p, stream);
   launch_tile<Tile, kDType>(p, stream);
 }
 

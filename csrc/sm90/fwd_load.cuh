@@ -206,6 +206,14 @@ __device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const
   if (packed.lane == 0) publish_end(smem, tiles);
 }
 
+// Where a sequence's rows are; the maps of packed ones are always clipped.
+template <class Tile>
+__device__ __forceinline__ MapRows locate(const RowMap& rows, int first, int len, int head,
+                                          int batch) {
+  if constexpr (Tile::has(kPacked)) return RowMap::packed(first, len, head);
+  return rows.locate(first, len, head, batch);
+}
+
 // Stores a part of O that `warpgroup` has staged, from row `row` of the sequence on.
 template <class Tile>
 __device__ __forceinline__ void store_part(const FwdSmem<Tile>& smem, const FwdArgs& args,
@@ -231,7 +239,7 @@ __device__ __forceinline__ void store_tiles(const FwdSmem<Tile>& smem, const Fwd
     const FwdWork w = smem.slot(tiles).work;
     ptx::mbarrier_arrive(work_ring.empty(tiles));
     if (w.q_block < 0) break;
-    const MapRows at = args.out_rows.locate(w.q_row0, w.seqlen_q_slot, w.head, w.batch);
+    const MapRows at = locate<Tile>(args.out_rows, w.q_row0, w.seqlen_q_slot, w.head, w.batch);
 #pragma unroll
     for (int part = 0; part < Tile::kOutParts; ++part) {
       const uint32_t count = tiles * Tile::kOutParts + part;
@@ -330,12 +338,14 @@ struct Loader {
       ptx::mbarrier_arrive(work_ring.empty(tiles));
       if (w.q_block < 0) return;
       const bool empty = end <= begin;
-      const MapRows kv = args.kv_rows.locate(w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
+      const MapRows kv =
+          locate<Tile>(args.kv_rows, w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
       if (!empty) {
         load_k(end - 1, kv);
         load_bias(w, end - 1);
       }
-      load_q(w.q_block * Tile::kBlockQ, args.q_rows.locate(w.q_row0, w.seqlen_q, w.head, w.batch));
+      load_q(w.q_block * Tile::kBlockQ,
+             locate<Tile>(args.q_rows, w.q_row0, w.seqlen_q, w.head, w.batch));
       // The ring still holds blocks to compute while the next tile is drawn.
       if (end - begin < 2) ptx::mbarrier_arrive(smem.draw_barrier());
 #pragma unroll 1

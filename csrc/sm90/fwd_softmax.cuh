@@ -34,8 +34,8 @@ __device__ __forceinline__ uint32_t columns_below(int end) {
 }
 
 // Scores outside the keys that a row sees become -inf. `first_key` is the key of this lane's
-// column 0, `first_row` its first row. Without a left end only a diagonal and the last key count.
-template <bool kLeftEnd = true, int kN>
+// column 0, `first_row` its first row.
+template <bool kMayChunk = true, int kN>
 __device__ __forceinline__ void mask_scores(float (&s)[kN], const Mask& mask, int first_row,
                                             int first_key) {
 #pragma unroll
@@ -43,12 +43,15 @@ __device__ __forceinline__ void mask_scores(float (&s)[kN], const Mask& mask, in
     // Rows past the end are like the last one: they stay out of the way of the fast path.
     const int row = min(first_row + 8 * r, mask.seqlen_q - 1);
     uint32_t seen;
-    if constexpr (kLeftEnd) {
+    if constexpr (kMayChunk) {
       seen = columns_below<2 * kN>(mask.kv_end(row) - first_key) &
              ~columns_below<2 * kN>(mask.kv_begin(row) - first_key);
     } else {
-      const int end = min(mask.seqlen_kv, row + mask.offset + 1 + mask.window_right);
-      seen = columns_below<2 * kN>(end - first_key);
+      const int pos = row + mask.offset;
+      seen = columns_below<2 * kN>(min(mask.seqlen_kv, pos + 1 + mask.window_right) - first_key);
+      if (mask.window_left < kUnbounded) {
+        seen &= ~columns_below<2 * kN>(pos - mask.window_left - first_key);
+      }
     }
 #pragma unroll
     for (int j = 0; j < kN / 4; ++j) {

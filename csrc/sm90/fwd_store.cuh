@@ -1,6 +1,7 @@
 // End of a tile: O is scaled, staged in shared memory and written by the copy engine; lse.
 #pragma once
 
+#include "ptx/griddep.h"
 #include "sm90/fwd_kernel.cuh"
 
 namespace flash_cuda::sm90 {
@@ -8,8 +9,7 @@ namespace flash_cuda::sm90 {
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::end_rows(RowEnd (&ends)[2]) {
   const FwdWork& work = this->work();
-  const float sink =
-      !Tile::has(kDense) && args.params.sink ? args.params.sink[work.head] : -INFINITY;
+  const float sink = args.params.sink ? args.params.sink[work.head] : -INFINITY;
   const int row = lane_row();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -61,8 +61,9 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_tile(const RowEnd 
       ptx::named_barrier_sync(kStagingFull + warpgroup, 128);
       if (thread == 0) {
         const FwdWork& work = this->work();
-        store_part(smem, args, warpgroup, part, own_row(),
-                   args.out_rows.locate(work.q_row0, work.seqlen_q_slot, work.head, work.batch));
+        store_part(
+            smem, args, warpgroup, part, own_row(),
+            locate<Tile>(args.out_rows, work.q_row0, work.seqlen_q_slot, work.head, work.batch));
       }
     }
   }
@@ -124,6 +125,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const FwdSmem<Tile> smem{(ptx::smem_addr(smem_raw) + 1023) & ~1023u};
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
+  // The kernel before may still run: it may write the inputs, read what lies where the outputs go,
+  // and draw from the same tile counter. So every role waits first.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Tile::kRegistersProducer>();
@@ -133,18 +136,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       ptx::tma_prefetch_map(&args.v_map);
       ptx::tma_prefetch_map(&args.out_map);
       if (Tile::has(kGeneral) && args.bias_rows) ptx::tma_prefetch_map(&args.bias_map);
+      ptx::griddep_wait();
       Loader<Tile>{smem, args}.run();
     } else if (threadIdx.x / 32 == 1) {
-      if (!Tile::has(kDense) && args.params.cu_seqlens_q) {
+      ptx::griddep_wait();
+      if (Tile::has(kPacked) || (!Tile::has(kDense) && args.params.cu_seqlens_q)) {
         schedule_packed(smem, args);
       } else if (threadIdx.x == 32) {
         schedule_dense(smem, args);
       }
     } else if (Tile::kStoresApart && threadIdx.x % 32 == 0) {
+      ptx::griddep_wait();
       store_tiles(smem, args, static_cast<int>(threadIdx.x) / 32 - kFirstStoreWarp);
     }
   } else {
     ptx::setmaxnreg_inc<Tile::kRegistersConsumer>();
+    ptx::griddep_wait();
     const int thread = threadIdx.x % 128;
     Consumer<Tile, kDType>{smem, args, warpgroup - 1, thread}.run();
   }

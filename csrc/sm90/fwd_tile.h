@@ -12,9 +12,10 @@ enum FwdOption : unsigned {
   kOutInParts = 1,   // O is staged part by part, where there is no room for all of it
   kTrimBlocks = 2,   // every warpgroup walks its own KV range, not the block's
   kPingPong = 4,     // warpgroups take turns at issuing GEMMs
-  kDense = 8,        // whole tensors, a diagonal at most, no sink, no tile without keys
+  kDense = 8,        // whole tensors, no chunk, no row without keys
   kGeneral = 16,     // softcap, ALiBi, bias, any softmax_scale
   kNarrowBias = 32,  // a bias only of 16 bits and only by the copy engine
+  kPacked = 64,      // queries and keys of packed sequences, all of them, no chunk
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
@@ -34,6 +35,7 @@ struct FwdTile {
   template <unsigned kMore>
   using With = FwdTile<kHeadDim, kHeadDimV, kBlockKV, kWarpgroups, kStages, kOptions | kMore>;
 
+  static constexpr bool kMayChunk = !has(kDense) && !has(kPacked);
   // A warp of the producer stores what a warpgroup stages; elsewhere warpgroups store themselves.
   static constexpr bool kStoresApart = has(kDense) && kWarpgroups == 2;
 
