@@ -130,9 +130,4 @@ __device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Drops 128 bytes that nobody will read again from the L2 cache, without writing them to memory.
-__device__ __forceinline__ void discard_l2(void* ptr) {
-  asm volatile("discard.global.L2 [%0], 128;" ::"l"(ptr) : "memory");
-}
-
 }  // namespace flash_cuda::ptx

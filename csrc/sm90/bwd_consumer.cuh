@@ -63,10 +63,11 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
       ptx::wgmma_desc_base(kBlockKV * 128, 1024, ptx::kDescSwizzle128);
 
   float dk[kOut], dv[kOut];
+  uint32_t k_tile;  // offset of the task's K in shared memory
 
   // acc = A B^T over head_dim, A: 64 keys of this warpgroup, B: kBlockQ rows. `fresh`: from zero.
   template <bool kFresh>
-  __device__ void gemm_scores(float (&acc)[kScores], int a_tile, uint32_t b_tile) {
+  __device__ void gemm_scores(float (&acc)[kScores], uint32_t a_tile, uint32_t b_tile) {
     const uint64_t a = ptx::wgmma_desc(smem + a_tile + warpgroup * 64 * 128, kDescK);
     const uint64_t b = ptx::wgmma_desc(b_tile, kDescK);
 #pragma unroll
@@ -99,7 +100,7 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
         ptx::wgmma_desc(ds + (kSplitDqRows ? warpgroup * kBlockKV * 128 : 0), kDescKv);
     // Half the columns: the second panel, or the second half of the only one.
     constexpr int kHalf = kDqCols == kHeadDim ? 0 : kHeadDim == 128 ? kBlockKV * 128 : kDqCols * 2;
-    const uint64_t b = ptx::wgmma_desc(smem + Smem::kK + warpgroup * kHalf, kDescKv);
+    const uint64_t b = ptx::wgmma_desc(smem + k_tile + warpgroup * kHalf, kDescKv);
 #pragma unroll
     for (int k = 0; k < kBlockKV / 16; ++k) {
       if (k == 0) {
@@ -288,7 +289,7 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
     ptx::mbarrier_wait(bars.dout_full(stage), phase);
     if constexpr (!kLateDp) preset_dp(stage);
     ptx::wgmma_fence();
-    gemm_scores<true>(scores, Smem::kK, q_tile);
+    gemm_scores<true>(scores, k_tile, q_tile);
     ptx::wgmma_commit_group();
     if constexpr (!kLateDp) issue_dp(stage);
 
@@ -320,12 +321,11 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
     }
   }
 
-  // Hands 64 rows of dK or dV to a store warp, in panels of 64 columns.
-  __device__ void stage_out(float (&acc)[kOut], float scale, int stage) {
+  // 64 rows of dK or dV to shared memory, in panels of 64 columns.
+  __device__ void stage_rows(float (&acc)[kOut], float scale, uint32_t to) {
     static_assert(64 * Tile::kPanels * 128 <= Smem::kOutBytes);
-    wait_out_empty();
     const int row = warp() * 16 + lane() % 16;
-    const uint32_t base = smem + Smem::kOut + warpgroup * Smem::kOutBytes + row * 128;
+    const uint32_t base = to + row * 128;
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c) {
       const int chunk = (c % 4) * 2 + lane() / 16;
@@ -336,7 +336,20 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
                         ptx::pack<kDType>(a[4] * scale, a[5] * scale),
                         ptx::pack<kDType>(a[6] * scale, a[7] * scale)});
     }
+  }
+  __device__ void stage_out(float (&acc)[kOut], float scale, int stage) {
+    wait_out_empty();
+    stage_rows(acc, scale, smem + Smem::kOut + warpgroup * Smem::kOutBytes);
     hand_out(stage);
+  }
+  // dV to the place of K, whose last reader here was dQ: at head dim 128 a warpgroup's half of the
+  // columns, which are the panel that it writes; at 64 all of K.
+  __device__ void stage_dv_in_k(int buffer) {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    if (kSplitDqRows) ptx::named_barrier_sync(kDsReady, 256);
+    stage_rows(dv, 1.0f, smem + k_tile + warpgroup * (Smem::kKvBytes / 2));
+    ptx::fence_proxy_async_shared();
+    ptx::mbarrier_arrive(bars.dv_full(buffer));
   }
 
   // A piece of a shared task leaves dK and dV in the workspace. Who is done last adds the pieces of
@@ -383,7 +396,8 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
   __device__ void run() {
     const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     RingPlace tasks, rows;
-    uint32_t kv_phase = 0;
+    KeyPlace<Tile> keys;
+    uint32_t v_phase = 0;
     for (;; tasks.next()) {
       ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
       BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
@@ -397,17 +411,26 @@ struct BwdConsumer : BwdScores<Tile, kDType, kGeneral> {
       }
 #pragma unroll
       for (int i = 0; i < kOut; ++i) dk[i] = dv[i] = 0.0f;
-      if (task.num_steps() > 0) {
-        ptx::mbarrier_wait(bars.kv_full(), kv_phase);
+      const bool any = task.num_steps() > 0;
+      const int buffer = uniform(keys.slot());
+      if (any) {
+        k_tile = Smem::kK + buffer * Smem::kKvBytes;
+        ptx::mbarrier_wait(bars.k_full(buffer), keys.phase());
+        ptx::mbarrier_wait(bars.v_full(), v_phase);
         accumulate(task, rows);
-        kv_phase ^= 1;
-        ptx::mbarrier_arrive(bars.kv_empty());
+        keys.next();
+        v_phase ^= 1;
+        if (!Tile::kDvInK) ptx::mbarrier_arrive(bars.k_empty(buffer));
       }
       if constexpr (kShares<Tile, kGeneral>) {
         if (task.pieces > 1) join_pieces(task);
       }
       ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
-      stage_out(dv, 1.0f, rows.slot);
+      if (Tile::kDvInK && any) {
+        stage_dv_in_k(buffer);
+      } else {
+        stage_out(dv, 1.0f, rows.slot);
+      }
       stage_out(dk, args.params.fwd.softmax_scale, rows.slot ^ 1);
     }
     wait_out_empty();  // the store warps' last arrival

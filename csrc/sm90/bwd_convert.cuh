@@ -15,6 +15,28 @@ namespace flash_cuda::sm90 {
 template <class Tile, bool kGeneral>
 constexpr bool kConverts = !kGeneral && !Tile::kDqInTurns && Tile::kBiasStages == 0;
 
+// A row block in the order of the sections. Where sums are converted, that is the order of batches
+// and heads. Divisions are made for the first of a conversion alone.
+struct ConvertItem {
+  int b, head, block;
+  __device__ ConvertItem(const BwdArgs& args, int item) {
+    const int heads = args.params.fwd.num_heads_q, line = item / args.q_blocks;
+    b = line / heads;
+    head = line - b * heads;
+    block = item - line * args.q_blocks;
+  }
+  __device__ void next(const BwdArgs& args) {
+    if (++block < args.q_blocks) return;
+    block = 0;
+    if (++head < args.params.fwd.num_heads_q) return;
+    head = 0;
+    ++b;
+  }
+  __device__ int64_t row_block(const BwdArgs& args) const {
+    return head * args.work.row_blocks + b * args.q_blocks + block;
+  }
+};
+
 // Loader, one thread.
 template <class Tile>
 __device__ __forceinline__ void bwd_load_sums(const BwdArgs& args, const BwdTask<Tile>& task,
@@ -25,12 +47,13 @@ __device__ __forceinline__ void bwd_load_sums(const BwdArgs& args, const BwdTask
   const int first = args.first_item_of_section(task.section);
   const int draw_at = min_of(task.num_steps(), args.draw_at);
   wait_added(args, task.section);
+  ConvertItem item(args, first + task.blocks.begin);
 #pragma unroll 1
-  for (BwdSteps at(task); at.left > 0; at.next()) {
+  for (int left = task.num_steps(); left > 0; --left, item.next(args)) {
     const int stage = ring.slot;
-    const char* const sums = reinterpret_cast<const char*>(args.work.dq) +
-                             args.row_block_number(first + at.q_block) * Smem::kDqBytes;
-    if (at.left == draw_at) ptx::mbarrier_arrive(bars.near_end());
+    const char* const sums =
+        reinterpret_cast<const char*>(args.work.dq) + item.row_block(args) * Smem::kDqBytes;
+    if (left == draw_at) ptx::mbarrier_arrive(bars.near_end());
     ptx::mbarrier_wait(bars.q_empty(stage), ring.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(bars.q_full(stage), Smem::kQBytes);
     ptx::bulk_load(smem + Smem::kQ + stage * Smem::kQBytes, sums, Smem::kQBytes,
@@ -44,7 +67,7 @@ __device__ __forceinline__ void bwd_load_sums(const BwdArgs& args, const BwdTask
 }
 
 // Consumers, `thread` of a warpgroup: its half, which lies as its accumulators did, to registers
-// and from there to memory. What has been read need not be written from the L2 cache to memory.
+// and from there to memory.
 template <class Tile, DType kDType>
 __device__ __forceinline__ void bwd_convert(const BwdArgs& args, const BwdTask<Tile>& task,
                                             uint32_t smem, const uint8_t* smem_ptr, int warpgroup,
@@ -58,8 +81,9 @@ __device__ __forceinline__ void bwd_convert(const BwdArgs& args, const BwdTask<T
   const int first = args.first_item_of_section(task.section), lane = thread % 32, c = lane % 4;
   const int row = thread / 32 * 16 + lane / 4 + (kSplitRows ? warpgroup * 64 : 0);
   const int column = c * 8 + (kSplitRows ? 0 : warpgroup * 64);
+  ConvertItem item(args, first + task.blocks.begin);
 #pragma unroll 1
-  for (BwdSteps at(task); at.left > 0; at.next()) {
+  for (int left = task.num_steps(); left > 0; --left, item.next(args)) {
     const int stage = ring.slot;
     ptx::mbarrier_wait(warpgroup == 0 ? bars.q_full(stage) : bars.dout_full(stage), ring.phase);
     const float4* const sums = reinterpret_cast<const float4*>(
@@ -73,14 +97,10 @@ __device__ __forceinline__ void bwd_convert(const BwdArgs& args, const BwdTask<T
       ptx::mbarrier_arrive(bars.dout_empty(stage));
     }
 
-    const int item = first + at.q_block, bh = item / args.q_blocks, b = bh / p.num_heads_q;
-    ptx::discard_l2(reinterpret_cast<char*>(args.work.dq) +
-                    args.row_block_number(item) * Smem::kDqBytes + warpgroup * Smem::kQBytes +
-                    thread * 128);
-    const int at_row = (item - bh * args.q_blocks) * Tile::kBlockQ + row;
-    char* const out = static_cast<char*>(args.params.dq) +
-                      2 * (b * stride.batch + (bh - b * p.num_heads_q) * stride.head +
-                           at_row * stride.row + column);
+    const int at_row = item.block * Tile::kBlockQ + row;
+    char* const out =
+        static_cast<char*>(args.params.dq) +
+        2 * (item.b * stride.batch + item.head * stride.head + at_row * stride.row + column);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint4 rows[2];  // g and g + 8

@@ -1,7 +1,5 @@
 #include "sm90/bwd_launch.cuh"
 
-// build: spills allowed in bwd_kernel up to 64 bytes: scores of the general variant, without a tile
-
 namespace flash_cuda::sm90 {
 
 template void launch_bwd<DType::kBFloat16, 64>(const BwdParams&, cudaStream_t);

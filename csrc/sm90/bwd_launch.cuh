@@ -9,6 +9,7 @@
 #include "sm90/bwd.h"
 #include "sm90/bwd_kernel.cuh"
 #include "sm90/bwd_passes.cuh"
+#include "sm90/tile_counter.h"
 
 namespace flash_cuda::sm90 {
 
@@ -224,8 +225,7 @@ inline bool bwd_has_lengths(const FwdParams& p) {
   return p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q || p.seqused_k;
 }
 
-// `rows`: how the maps find the rows of a sequence. Those of a tile that clips stop at its end; for
-// the others the kernel zeroes the rows behind it.
+// `rows`: how the maps find the rows of a sequence; they stop at its end.
 template <class Tile>
 BwdMaps bwd_maps(const BwdArgs& args, BwdRowMaps& rows) {
   const BwdParams& g = args.params;
@@ -233,7 +233,7 @@ BwdMaps bwd_maps(const BwdArgs& args, BwdRowMaps& rows) {
   const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
   const auto map = [&](const MapSource& source, bool packed, bool clipped, int box_rows,
                        RowMap& of) {
-    if (Tile::kClips) of = row_map(source, packed, clipped);
+    of = row_map(source, packed, clipped);
     return rows_tensor_map(source, of, 64, box_rows, p.dtype);
   };
   const auto of_q = [&](const void* base, const Stride& stride, int columns, RowMap& of) {
@@ -264,7 +264,8 @@ BwdMaps bwd_maps(const BwdArgs& args, BwdRowMaps& rows) {
 }
 
 template <class Tile, DType kDType, bool kGeneral>
-void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) {
+void launch_main(const BwdMaps& maps, const BwdArgs& args, const BwdRowMaps& rows,
+                 cudaStream_t stream) {
   constexpr int kSmemBytes = BwdSmem<Tile>::kBytes;
   static std::atomic<uint64_t> smem_allowed{0};
   auto* kernel = bwd_kernel<Tile, kDType, kGeneral>;
@@ -273,7 +274,7 @@ void launch_main(const BwdMaps& maps, const BwdArgs& args, cudaStream_t stream) 
   const int blocks = min_of(tasks, args.params.fwd.num_sms);
   LaunchShape shape{dim3(static_cast<unsigned>(blocks)), Tile::kThreads, kSmemBytes};
   shape.after_dependency = true;
-  launch_kernel(kernel, shape, stream, maps, args);
+  launch_kernel(kernel, shape, stream, maps, args, rows);
 }
 
 // The first section whose tasks begin with low keys. Deterministic mode begins with high keys,
@@ -373,13 +374,14 @@ void launch_bwd_tile(const BwdParams& params, cudaStream_t stream) {
   BwdArgs args = bwd_args<Tile>(params, num_sms, group_splits<Tile>(params));
   launch_passes<Tile, kDType>(args, params, stream, [&] {
     BwdArgs main_args = args;
+    main_args.counter = tile_counter_index(stream);
     if (args.splits > 1) redirect_to_parts(main_args);
     BwdRowMaps rows;
     const BwdMaps maps = bwd_maps<Tile>(main_args, rows);
     if (Tile::kBiasStages > 0 ? params.fwd.softcap != 0.0f : bwd_is_general(params.fwd)) {
-      launch_main<Tile, kDType, true>(maps, main_args, stream);
+      launch_main<Tile, kDType, true>(maps, main_args, rows, stream);
     } else {
-      launch_main<Tile, kDType, false>(maps, main_args, stream);
+      launch_main<Tile, kDType, false>(maps, main_args, rows, stream);
     }
     if (args.splits > 1) {
       LaunchShape shape{dim3(static_cast<unsigned>(4 * num_sms)), kPassThreads, 0};

@@ -1,6 +1,7 @@
-// The warps that move data: loads, tails, dQ sums and stores; and the drawing of tasks.
+// The warps that move data: loads, dQ sums and stores; and the drawing of tasks.
 #pragma once
 
+#include "common/tma_rows.cuh"
 #include "ptx/fence.h"
 #include "ptx/griddep.h"
 #include "ptx/mbarrier.h"
@@ -10,84 +11,103 @@
 #include "sm90/bwd_bias_tile.cuh"
 #include "sm90/bwd_convert.cuh"
 #include "sm90/bwd_smem.cuh"
+#include "sm90/tile_counter.h"
 
 namespace flash_cuda::sm90 {
 
-// One thread: K and V.
-template <class Tile>
-__device__ __forceinline__ void bwd_load_kv(const BwdMaps& maps, const BwdTask<Tile>& task,
-                                            uint32_t smem) {
-  using Smem = BwdSmem<Tile>;
-  const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
-  const uint32_t k_bar = task.kv_has_tail() ? bars.tail_k() : bars.kv_full();
-  const uint32_t v_bar = task.kv_has_tail() ? bars.tail_v() : bars.kv_full();
-  ptx::mbarrier_arrive_expect_tx(k_bar, Smem::kKvBytes);
-  ptx::mbarrier_arrive_expect_tx(v_bar, Smem::kKvBytes);
+// One thread: K or V.
+template <class Tile, bool kClipped>
+__device__ __forceinline__ void bwd_load_keys(const CUtensorMap& map, const RowMap& rows,
+                                              const BwdTask<Tile>& task, uint32_t tile,
+                                              uint32_t bar) {
+  const MapRows at = rows.locate(task.kv_row0, task.mask.seqlen_kv, task.kv_head, task.kv_batch);
+  ptx::mbarrier_arrive_expect_tx(bar, BwdSmem<Tile>::kKvBytes);
 #pragma unroll
   for (int p = 0; p < Tile::kPanels; ++p) {
-    const int offset = p * Tile::kBlockKV * 128, row = task.kv_row0 + task.kv0;
-    ptx::tma_load_4d(smem + Smem::kK + offset, &maps.k, k_bar, p * 64, row, task.kv_head,
-                     task.kv_batch, ptx::kEvictFirst);
-    ptx::tma_load_4d(smem + Smem::kV + offset, &maps.v, v_bar, p * 64, row, task.kv_head,
-                     task.kv_batch, ptx::kEvictFirst);
+    load_rows<kClipped>(tile + p * Tile::kBlockKV * 128, &map, bar, p * 64, task.kv0, at,
+                        ptx::kEvictFirst);
   }
 }
 
-// One thread: a block of Q or dO as an operand tile, and lse2 or -delta of its rows.
-template <class Tile>
-__device__ __forceinline__ void bwd_load_rows(const CUtensorMap& map, const float* row_values,
-                                              uint32_t tile, uint32_t values, uint32_t bar, int row,
-                                              int head, int batch) {
+// One thread: a block of Q or dO as an operand tile; lse2 or -delta of its rows follows.
+template <class Tile, bool kClipped>
+__device__ __forceinline__ void bwd_load_rows(const CUtensorMap& map, uint32_t tile, uint32_t bar,
+                                              int row, const MapRows& at) {
   using Smem = BwdSmem<Tile>;
   ptx::mbarrier_arrive_expect_tx(bar, Smem::kQBytes + Smem::kRowBytes);
 #pragma unroll
   for (int p = 0; p < Tile::kPanels; ++p) {
-    ptx::tma_load_4d(tile + p * Tile::kBlockQ * 128, &map, bar, p * 64, row, head, batch,
-                     ptx::kEvictLast);
+    load_rows<kClipped>(tile + p * Tile::kBlockQ * 128, &map, bar, p * 64, row, at,
+                        ptx::kEvictLast);
   }
-  ptx::bulk_load(values, row_values, Smem::kRowBytes, bar);
 }
 
-// One thread: Q, dO, lse2 and delta of every step of a task.
-template <class Tile>
+// One thread: K and V of a task, and Q, dO, lse2 and delta of every step.
+template <class Tile, bool kClipped>
 __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMaps& maps,
+                                               const BwdRowMaps& row_maps,
                                                const BwdTask<Tile>& task, uint32_t smem,
-                                               RingPlace& ring) {
+                                               RingPlace& ring, KeyPlace<Tile>& keys) {
   using Smem = BwdSmem<Tile>;
   const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
   const int q_row0 = task.q_row0, batch = task.q_batch, head0 = task.first_q_head();
-  const int base = task.row_block_base, tail_q0 = task.first_tail_q0();
+  const int base = task.row_block_base, seqlen_q = kClipped ? task.mask.seqlen_q : 0;
   const int draw_at = min_of(task.num_steps(), args.draw_at);
+  const auto load_k = [&] {
+    ptx::mbarrier_wait(bars.k_empty(keys.slot()), keys.phase() ^ 1);
+    bwd_load_keys<Tile, kClipped>(maps.k, row_maps.k, task,
+                                  smem + Smem::kK + keys.slot() * Smem::kKvBytes,
+                                  bars.k_full(keys.slot()));
+    keys.next();
+  };
+  if (Tile::kKBuffers == 2) load_k();
+  bool first = true;  // the task is not read in the loop
 #pragma unroll 1
   for (BwdSteps at(task); at.left > 0; at.next()) {
     const int head = head0 + at.group, q0 = at.q_block * Tile::kBlockQ, stage = ring.slot;
     const int64_t work_row = (head * args.work.row_blocks + base + at.q_block) * Tile::kBlockQ;
-    const bool tail = q0 >= tail_q0;
     if (at.left == draw_at) ptx::mbarrier_arrive(bars.near_end());
-    ptx::mbarrier_wait(bars.q_empty(stage),
-                       ring.phase ^ 1);  // the buffers start empty
-    bwd_load_rows<Tile>(maps.q, args.work.lse2 + work_row, smem + Smem::kQ + stage * Smem::kQBytes,
-                        smem + Smem::kLse + stage * Smem::kRowBytes,
-                        tail ? bars.tail_q(stage) : bars.q_full(stage), q_row0 + q0, head, batch);
+    const auto load_lse = [&] {
+      ptx::bulk_load(smem + Smem::kLse + stage * Smem::kRowBytes, args.work.lse2 + work_row,
+                     Smem::kRowBytes, bars.q_full(stage));
+    };
+    ptx::mbarrier_wait(bars.q_empty(stage), ring.phase ^ 1);  // the buffers start empty
+    bwd_load_rows<Tile, kClipped>(maps.q, smem + Smem::kQ + stage * Smem::kQBytes,
+                                  bars.q_full(stage), q0,
+                                  row_maps.q.locate(q_row0, seqlen_q, head, batch));
+    if (!first) load_lse();
     ptx::mbarrier_wait(bars.dout_empty(stage), ring.phase ^ 1);
-    bwd_load_rows<Tile>(
-        maps.dout, args.work.delta + work_row, smem + Smem::kDout + stage * Smem::kQBytes,
-        smem + Smem::kDelta + stage * Smem::kRowBytes,
-        tail ? bars.tail_dout(stage) : bars.dout_full(stage), q_row0 + q0, head, batch);
+    bwd_load_rows<Tile, kClipped>(maps.dout, smem + Smem::kDout + stage * Smem::kQBytes,
+                                  bars.dout_full(stage), q0,
+                                  row_maps.dout.locate(q_row0, seqlen_q, head, batch));
+    if (first) {
+      first = false;
+      // V is free once the last step before this task has let go of its dO.
+      RingPlace other = ring;
+      other.next();
+      ptx::mbarrier_wait(bars.dout_empty(other.slot), other.phase ^ 1);
+      bwd_load_keys<Tile, kClipped>(maps.v, row_maps.v, task, smem + Smem::kV, bars.v_full());
+      if (Tile::kKBuffers == 1) load_k();
+      ptx::griddep_wait();  // what follows comes from the pre-pass
+      load_lse();
+    }
+    ptx::bulk_load(smem + Smem::kDelta + stage * Smem::kRowBytes, args.work.delta + work_row,
+                   Smem::kRowBytes, bars.dout_full(stage));
     if constexpr (Tile::kBiasStages > 0)
       bwd_load_bias<Tile>(args, maps, task, smem, ring, head, q0);
     ring.next();
   }
 }
 
-// Warp 0 of the first warpgroup, one thread: loads the operands of every task.
+// Warp 0 of the first warpgroup, one thread: loads the operands of every task; those of the first
+// one that the call was given, while the pre-pass still runs.
 template <class Tile, bool kConvert>
-__device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& maps, uint32_t smem,
+__device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& maps,
+                                         const BwdRowMaps& row_maps, uint32_t smem,
                                          uint8_t* smem_ptr) {
   const BwdBarriers<Tile> bars{smem + BwdSmem<Tile>::kBarriers};
   RingPlace rows;
-  uint32_t kv_phase = 1;  // K and V start empty
-  ptx::griddep_wait();    // lse2 and delta come from the pre-pass
+  KeyPlace<Tile> keys;
   for (RingPlace tasks;; tasks.next()) {
     ptx::mbarrier_wait(bars.task_full(tasks.slot), tasks.phase);
     const BwdTask<Tile>& task = bwd_task_at<Tile>(smem_ptr, tasks.slot);
@@ -97,63 +117,15 @@ __device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& map
     } else if (kConvert && task.convert) {
       if constexpr (kConvert) bwd_load_sums(args, task, smem, rows);
     } else {
-      ptx::mbarrier_wait(bars.kv_empty(), kv_phase);
-      bwd_load_kv<Tile>(maps, task, smem);
-      kv_phase ^= 1;
-      bwd_load_steps<Tile>(args, maps, task, smem, rows);
+      if (row_maps.q.clipped || row_maps.k.clipped) {
+        bwd_load_steps<Tile, true>(args, maps, row_maps, task, smem, rows, keys);
+      } else {
+        bwd_load_steps<Tile, false>(args, maps, row_maps, task, smem, rows, keys);
+      }
     }
     ptx::mbarrier_arrive(bars.task_empty(tasks.slot));
   }
 }
-
-// Zeroes the rows behind a sequence, which may hold anything, before the consumers look. A warp.
-template <class Tile>
-struct BwdTails {
-  using Smem = BwdSmem<Tile>;
-  const uint32_t smem;
-  uint8_t* const smem_ptr;
-  int stage = 0;
-  uint32_t phases = 0;  // a bit a stage of Q and dO, then K and V
-  static constexpr uint32_t kKv = 1u << Tile::kStages;
-
-  template <int kRows>
-  __device__ void zero(uint32_t loaded, bool phase, int tile, int valid, uint32_t full) const {
-    const int lane = threadIdx.x % 32;
-    ptx::mbarrier_wait(loaded, phase);
-    zero_tail_rows<kRows, Tile::kPanels, 32>(smem_ptr + tile, valid, lane);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(full);
-  }
-
-  __device__ void run(const BwdTask<Tile>& task) {
-    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
-    const int num_steps = task.num_steps();
-    if (num_steps > 0 && task.kv_has_tail()) {
-      const int valid = task.mask.seqlen_kv - task.kv0;
-      const bool phase = phases & kKv;
-      zero<Tile::kBlockKV>(bars.tail_k(), phase, Smem::kK, valid, bars.kv_full());
-      zero<Tile::kBlockKV>(bars.tail_v(), phase, Smem::kV, valid, bars.kv_full());
-      phases ^= kKv;
-    }
-    const int tail_q0 = task.first_tail_q0(), seqlen_q = task.mask.seqlen_q;
-    if ((task.blocks.end - 1) * Tile::kBlockQ < tail_q0) {
-      stage ^= num_steps & 1;
-      return;
-    }
-#pragma unroll 1
-    for (BwdSteps at(task); at.left > 0; at.next(), stage ^= 1) {
-      const int q0 = at.q_block * Tile::kBlockQ;
-      if (q0 < tail_q0) continue;
-      const bool phase = phases >> stage & 1;
-      zero<Tile::kBlockQ>(bars.tail_q(stage), phase, Smem::kQ + stage * Smem::kQBytes,
-                          seqlen_q - q0, bars.q_full(stage));
-      zero<Tile::kBlockQ>(bars.tail_dout(stage), phase, Smem::kDout + stage * Smem::kQBytes,
-                          seqlen_q - q0, bars.dout_full(stage));
-      phases ^= 1u << stage;
-    }
-  }
-};
 
 // One thread: zeroes a task's part of the dQ sums of a section that is yet to come, if there is
 // one. They go to the L2 cache and are added to before they would leave it, which saves writing and
@@ -179,6 +151,9 @@ __device__ __forceinline__ void bwd_zero_sums(const BwdArgs& args, const BwdTask
   ptx::add_release(args.work.zeroed + task.section + args.sections_ahead, 1);
 }
 
+// Zero between launches; see tile_counter.h for who uses which.
+static __device__ int bwd_counters[kTileCounters];
+
 // Warp 3: draws tasks, the next one shortly before the end of one, early enough to load K and V
 // without a gap, late enough that no task waits long for a block that is busy; and zeroes sums.
 // Tasks are drawn in order also at first, so that whatever a task waits for in deterministic mode
@@ -188,13 +163,11 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
   using Smem = BwdSmem<Tile>;
   const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
   const int lane = threadIdx.x % 32;
-  BwdTails<Tile> tails{smem, smem_ptr};
   for (int i = lane; i < Smem::kZeroBytes / 16; i += 32) {
     reinterpret_cast<uint4*>(smem_ptr + Smem::kZeros)[i] = make_uint4(0, 0, 0, 0);
   }
   ptx::fence_proxy_async_shared();
   __syncwarp();
-  ptx::griddep_wait();  // the pre-pass sets the counter
   int index = 0;
   bool second = false;
   for (RingPlace tasks;; tasks.next()) {
@@ -203,17 +176,21 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
       ptx::mbarrier_wait(bars.near_end(), tasks.slot ^ 1);
       ptx::mbarrier_wait(bars.task_empty(tasks.slot), tasks.phase ^ 1);
       do {
-        if (!second) index = atomicAdd(args.work.next_task, 1);
+        if (!second) index = atomicAdd(bwd_counters + args.counter, 1);
         task.none = index >= args.num_draws;
-        if (task.none) break;
+        if (task.none) {
+          const int last = args.num_draws + static_cast<int>(gridDim.x) - 1;  // of all draws
+          if (index == last) bwd_counters[args.counter] = 0;
+          break;
+        }
         second = bwd_task<Tile, kShare>(args, index, second, task);
       } while (task.kv0 >= task.kv_slot_end);  // a spare block of a packed batch
       ptx::mbarrier_arrive(bars.task_full(tasks.slot));
+      ptx::griddep_wait();  // the pre-pass clears what counts the zeroing
       if (!task.none && !task.convert && args.sections_ahead) bwd_zero_sums(args, task, smem);
     }
     __syncwarp();
     if (task.none) return;
-    tails.run(task);
   }
 }
 
@@ -228,10 +205,12 @@ struct BwdStore {
   static constexpr int kRows = Tile::kBlockKV / 2;  // of a warpgroup's dV or dK
   static constexpr bool kOwn = Tile::kDqInTurns;    // a buffer of its own
   const BwdArgs& args;
+  const BwdRowMaps& row_maps;
   const uint32_t smem;
   uint8_t* const smem_ptr;
   const int me;  // 0 or 1
   int turn = 0;  // whose it is
+  KeyPlace<Tile> keys{};
   __device__ static bool leader() { return threadIdx.x % 32 == 0; }
   __device__ bool my_turn() {
     turn ^= 1;
@@ -274,44 +253,37 @@ struct BwdStore {
     }
   }
 
-  // The rows of both warpgroups, in panels of 64 columns. The copy engine stops at the end of the
-  // tensor, but not at the end of a packed sequence; there the warp stores the rows itself.
-  __device__ void store_out(const CUtensorMap& map, void* out, Stride stride, int head_dim,
-                            const BwdTask<Tile>& task) {
+  // The rows of both warpgroups, in panels of 64 columns; the copy engine stops at the end of the
+  // sequence. `in_k`: they lie in the place of K, which can then be loaded again.
+  __device__ void store_out(const CUtensorMap& map, const RowMap& row_map, const void* out,
+                            const BwdTask<Tile>& task, bool in_k) {
     if (!kOwn && !my_turn()) return;
-    wait_full();
-    if (out && task.stores[0]) {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    if (in_k) {
+      ptx::mbarrier_wait(bars.dv_full(keys.slot()), keys.phase());
+    } else {
+      wait_full();
+    }
+    if (out && task.stores[0] && leader()) {
+      const MapRows at = row_map.locate(task.kv_row0, task.kv_slot_end, task.part, task.kv_batch);
       for (int half = 0; half < 2; ++half) {
         if (kOwn && half != me) continue;
-        const int first = task.kv0 + half * kRows, rows = task.kv_slot_end - first;
-        const int from = Smem::kOut + half * Smem::kOutBytes;
-        if (rows >= kRows || !args.params.fwd.cu_seqlens_k) {
-          if (leader()) {
+        const int from = in_k
+                             ? Smem::kK + keys.slot() * Smem::kKvBytes + half * (Smem::kKvBytes / 2)
+                             : Smem::kOut + half * Smem::kOutBytes;
 #pragma unroll
-            for (int p = 0; p < Tile::kPanels; ++p) {
-              ptx::tma_store_4d(&map, smem + from + p * kRows * 128, p * 64, task.kv_row0 + first,
-                                task.part, task.kv_batch);
-            }
-            ptx::bulk_commit_group();
-          }
-        } else {
-          char* const to = static_cast<char*>(out) +
-                           2 * (task.part * stride.head + (task.kv_row0 + first) * stride.row);
-          store_rows(to, stride.row, smem_ptr + from, rows, head_dim / 8);
+        for (int p = 0; p < Tile::kPanels; ++p) {
+          store_rows(&map, smem + from + p * kRows * 128, p * 64, task.kv0 + half * kRows, at);
         }
       }
+      ptx::bulk_commit_group();
     }
-    hand_back();
-  }
-
-  __device__ static void store_rows(char* out, int64_t stride, const uint8_t* from, int rows,
-                                    int chunks) {
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
-      const int row = i / chunks, chunk = i - row * chunks;
-      *reinterpret_cast<uint4*>(out + 2 * row * stride + chunk * 16) =
-          *reinterpret_cast<const uint4*>(from + (chunk / 8) * kRows * 128 + row * 128 +
-                                          (((chunk % 8) ^ (row & 7)) << 4));
+    if (in_k) {
+      if (leader()) ptx::bulk_wait_group_read<0>();
+      __syncwarp();
+      ptx::mbarrier_arrive(bars.k_empty(keys.slot()));
+    } else {
+      hand_back();
     }
   }
 
@@ -328,8 +300,10 @@ struct BwdStore {
         turn ^= task.num_steps() & 1;  // nothing is staged
       } else {
         add_dq(task);
-        store_out(maps.dv, p.dv, p.dv_stride, p.fwd.head_dim_v, task);
-        store_out(maps.dk, p.dk, p.dk_stride, p.fwd.head_dim, task);
+        const bool any = task.num_steps() > 0;
+        store_out(maps.dv, row_maps.dv, p.dv, task, Tile::kDvInK && any);
+        store_out(maps.dk, row_maps.dk, p.dk, task, false);
+        if (any) keys.next();
         if (kConvert && args.conversions && leader()) {
           ptx::bulk_wait_group<0>();
           ptx::add_release(args.work.added + task.section, 1);

@@ -47,6 +47,26 @@ const char* refuse_layout(const BwdParams& params) {
   return nullptr;
 }
 
+// Whether a clipped map finds the sequences (common/tma_rows.h): in a dense tensor by counting rows
+// through the batch, and with rows of less than the map's turn.
+bool clips(const Stride& stride, bool packed, int batch) {
+  return stride.row < (int64_t(1) << 33) &&
+         (packed || batch <= 1 || (stride.row > 0 && stride.batch % stride.row == 0));
+}
+
+const char* refuse_lengths(const BwdParams& params) {
+  const FwdParams& p = params.fwd;
+  const bool packed_q = p.cu_seqlens_q, packed_kv = p.cu_seqlens_k;
+  const auto found = [&](bool packed, bool used, const Stride& a, const Stride& b) {
+    return (!packed && !used) || (clips(a, packed, p.batch) && clips(b, packed, p.batch));
+  };
+  if (!found(packed_q, p.seqused_q, p.q_stride, params.dout_stride) ||
+      !found(packed_kv, p.seqused_k, p.k_stride, p.v_stride)) {
+    return "used lengths with a batch stride that is no multiple of the row stride";
+  }
+  return nullptr;
+}
+
 // Rows of the bias, and of its gradient in float32, are whole 16-byte units, or there is only one.
 bool bias_in_units(const BwdParams& params) {
   const FwdParams& p = params.fwd;
@@ -92,7 +112,8 @@ const char* refuse_bwd(const BwdParams& params) {
   // Masked scores are an infinity that the scale makes negative.
   if (!(p.softmax_scale != 0.0f)) return "a softmax_scale of 0 is served by sm80";
   if (is_many_narrow(p, 64)) return "many short rows of up to 32 columns are served by sm80";
-  return refuse_layout(params);
+  if (const char* why = refuse_layout(params)) return why;
+  return refuse_lengths(params);
 }
 
 const char* refuse_bwd_hdim96(const BwdParams& params) {

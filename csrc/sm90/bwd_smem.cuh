@@ -15,7 +15,7 @@ struct BwdSmem {
   static constexpr int kDsBytes = Tile::kBlockKV * Tile::kBlockQ * 2;
   static constexpr int kDqBytes = Tile::kBlockQ * Tile::kHeadDim * 4;
   static constexpr int kRowBytes = Tile::kBlockQ * 4;
-  static constexpr int kK = 0, kV = kK + kKvBytes;
+  static constexpr int kK = 0, kV = kK + Tile::kKBuffers * kKvBytes;
   static constexpr int kQ = kV + kKvBytes, kDout = kQ + Tile::kStages * kQBytes;
   static constexpr int kDs = kDout + Tile::kStages * kQBytes;  // one buffer a stage
   // Staging of dQ, dV or dK: a warpgroup's part.
@@ -24,11 +24,12 @@ struct BwdSmem {
   // A tile of bias, in whose place its gradient is staged: half of it is of a warpgroup.
   static constexpr int kBiasBytes = Tile::kBiasStages > 0 ? Tile::kBlockKV * Tile::kBlockQ * 4 : 0;
   static constexpr int kBias = kOut + 2 * kOutBytes;
-  static constexpr int kZeroBytes = Tile::kBiasStages > 0 ? 1024 : 4096;
+  static constexpr int kZeroBytes = Tile::kBiasStages > 0 || Tile::kHeadDim == 128 ? 1024 : 4096;
   static constexpr int kZeros = kBias + Tile::kBiasStages * kBiasBytes;
   static constexpr int kLse = kZeros + kZeroBytes, kDelta = kLse + Tile::kStages * kRowBytes;
   static constexpr int kBarriers = kDelta + Tile::kStages * kRowBytes;
-  static constexpr int kTask = kBarriers + 8 * BwdBarriers<Tile>::kCount;  // two, a ring
+  // Two, a ring.
+  static constexpr int kTask = (kBarriers + 8 * BwdBarriers<Tile>::kCount + 15) / 16 * 16;
   static constexpr int kBytes = (kTask + 2 * sizeof(BwdTask<Tile>) + 15) / 16 * 16;
   static_assert(kBytes <= 232448, "shared memory of an SM");
 };
@@ -40,18 +41,6 @@ enum BwdNamedBarrier : int {
   kDsInTurns = 6,  // + stage: instead of kDsReady, only whose turn it is waits
   kBiasTile = 8,   // + warpgroup: its half of the tile has been read, or written
 };
-
-// Zeroes the rows [first, kRows) of an operand tile, so that what lies behind a sequence (possibly
-// NaN) meets the zero probabilities of its rows as zero. `thread` of kThreads.
-template <int kRows, int kPanels, int kThreads>
-__device__ __forceinline__ void zero_tail_rows(uint8_t* tile, int first, int thread) {
-  constexpr int kChunks = kPanels * 8;  // of 16 bytes; the swizzle permutes them inside a row
-  for (int i = first * kChunks + thread; i < kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    *reinterpret_cast<uint4*>(tile + (chunk / 8) * kRows * 128 + row * 128 + (chunk % 8) * 16) =
-        make_uint4(0, 0, 0, 0);
-  }
-}
 
 template <class Tile>
 __device__ __forceinline__ BwdTask<Tile>& bwd_task_at(uint8_t* smem_ptr, int slot) {

@@ -21,10 +21,13 @@ struct BwdTileShape {
   static constexpr bool kLseInRegisters = kLseInRegisters_;    // loaded before the GEMMs are issued
   static constexpr bool kDkInHalves = kDkInHalves_;            // with dV, else dV alone
   static constexpr int kBiasStages = kBiasStages_;            // tiles of bias and its gradient
+  // Where there is room for two: the next task's K comes while one is at work, and dV is staged in
+  // the place of the K that is done with.
+  static constexpr int kKBuffers = kBiasStages == 0 && kHeadDim % 64 == 0 ? 2 : 1;
+  static constexpr bool kDvInK = kKBuffers == 2;
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kKeys = kBlockKV / kConsumerWarpgroups;  // of a warpgroup
   static constexpr int kBoxRowsQ = kBlockQ, kBoxRowsKV = kBlockKV;  // of the tensor maps
-  static constexpr bool kClips = false;
   static constexpr int kPanels = (kHeadDim + 63) / 64;  // of 64 columns, of an operand tile
   // How the warpgroups share dQ: 64 rows each, half of the columns each, or, where those would be
   // no multiple of 32, the whole block in turns (the first takes the steps of stage 0).
@@ -58,7 +61,7 @@ struct BwdWorkspace {
   // each, (rows, num_heads_kv * splits, head_dim) in the tensors' type.
   void *dk_parts = nullptr, *dv_parts = nullptr;
 
-  int* next_task = nullptr;  // the first that no thread block has drawn
+  int* next_task = nullptr;  // wide heads: the first that no cluster has drawn
   int* zeroed =
       nullptr;           // of each section (dense batches): tasks that have zeroed their part of it
   int* added = nullptr;  // of each section: store warps whose task adds nothing more to dQ

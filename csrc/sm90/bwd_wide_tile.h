@@ -14,7 +14,6 @@ struct BwdWideTile {
   // Of the tensor maps: each block loads half of the rows of Q and dO. They end where a sequence
   // does.
   static constexpr int kBoxRowsQ = kBlockQ / 2, kBoxRowsKV = kKeys;
-  static constexpr bool kClips = true;
   static constexpr int kQStages = 2;
   // The bias of a step, and dS as its gradient, pass through the staging buffers of dQ; else they
   // are read from and written to memory.

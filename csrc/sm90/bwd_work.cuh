@@ -75,6 +75,7 @@ struct BwdArgs {
   int last_conversions;  // those of the last section
   BwdShares shares;      // of the last tasks, all of them of the last section
   int num_draws;         // tasks that are not shared, shares and conversions
+  int counter;           // that tells what is drawn, see tile_counter.h
   int q_blocks;          // row blocks of a query head
   int draw_at;  // a task is drawn when so many steps of the one before are still to be loaded
   // Deterministic mode, a bias with one row for all queries: from the dbias of a row block to the
@@ -141,25 +142,23 @@ constexpr int kLastConvertBlocks = 2;  // in the last section, when nothing else
 template <class Tile>
 struct BwdBarriers {
   uint32_t base;  // shared-memory address
-  __device__ uint32_t kv_full() const { return base; }
-  __device__ uint32_t q_full(int stage) const { return base + 8 * (1 + stage); }
+  __device__ uint32_t k_full(int buffer) const { return base + 8 * buffer; }
+  __device__ uint32_t v_full() const { return base + 16; }
+  __device__ uint32_t q_full(int stage) const { return base + 8 * (3 + stage); }
   __device__ uint32_t q_empty(int stage) const { return q_full(stage) + 8 * Tile::kStages; }
   __device__ uint32_t dout_full(int stage) const { return q_full(stage) + 16 * Tile::kStages; }
   __device__ uint32_t dout_empty(int stage) const { return q_full(stage) + 24 * Tile::kStages; }
-  // Loaded, but with rows behind a sequence that are still to be zeroed.
-  __device__ uint32_t tail_k() const { return q_full(0) + 32 * Tile::kStages; }
-  __device__ uint32_t tail_v() const { return tail_k() + 8; }
-  __device__ uint32_t tail_q(int stage) const { return tail_k() + 8 * (2 + stage); }
-  __device__ uint32_t tail_dout(int stage) const { return tail_q(stage) + 8 * Tile::kStages; }
-  __device__ uint32_t kv_empty() const { return tail_k() + 8 * (2 + 2 * Tile::kStages); }
-  __device__ uint32_t task_full(int slot) const { return kv_empty() + 8 * (1 + slot); }
+  __device__ uint32_t k_empty(int buffer) const { return q_full(Tile::kStages * 4 + buffer); }
+  // dV lies in a buffer of K.
+  __device__ uint32_t dv_full(int buffer) const { return k_empty(0) + 8 * (2 + buffer); }
+  __device__ uint32_t task_full(int slot) const { return k_empty(0) + 8 * (4 + slot); }
   __device__ uint32_t task_empty(int slot) const { return task_full(slot) + 16; }
   __device__ uint32_t near_end() const { return task_empty(0) + 16; }  // time to draw a task
   __device__ uint32_t bias_full(int stage) const { return near_end() + 8 * (1 + stage); }
   __device__ uint32_t bias_empty(int stage) const {
     return bias_full(stage) + 8 * Tile::kBiasStages;
   }
-  static constexpr int kCount = 9 + 6 * Tile::kStages + 2 * Tile::kBiasStages;
+  static constexpr int kCount = 12 + 4 * Tile::kStages + 2 * Tile::kBiasStages;
   // Every thread that reads something counts itself when it is done with it: the race checker of
   // compute-sanitizer would not see that one thread of a warp speaks for the others. A stage is
   // let go of in every step, where so many arrivals cost 1 %: there a lane counts for its warp, if
@@ -170,11 +169,13 @@ struct BwdBarriers {
   static constexpr int kTaskReaders = 1 + 64 + kReaders;  // the loader and the store warps, too
   // `staged_dbias`: the thread that hands the gradient of a bias on hands its tile back.
   __device__ void init(bool staged_dbias) const {
-    ptx::mbarrier_init(kv_full(), 2);  // K and V
-    ptx::mbarrier_init(kv_empty(), kReaders);
+    for (int s = 0; s < 2; ++s) {
+      ptx::mbarrier_init(k_full(s), 1);
+      ptx::mbarrier_init(k_empty(s), Tile::kDvInK ? 32 : kReaders);  // a store warp
+      ptx::mbarrier_init(dv_full(s), kReaders);
+    }
+    ptx::mbarrier_init(v_full(), 1);
     ptx::mbarrier_init(near_end(), 1);
-    ptx::mbarrier_init(tail_k(), 1);
-    ptx::mbarrier_init(tail_v(), 1);
     for (int s = 0; s < 2; ++s) {
       ptx::mbarrier_init(task_full(s), 1);
       ptx::mbarrier_init(task_empty(s), kTaskReaders);
@@ -182,8 +183,6 @@ struct BwdBarriers {
     for (int s = 0; s < Tile::kStages; ++s) {
       ptx::mbarrier_init(q_full(s), 1);
       ptx::mbarrier_init(dout_full(s), 1);
-      ptx::mbarrier_init(tail_q(s), 1);
-      ptx::mbarrier_init(tail_dout(s), 1);
       ptx::mbarrier_init(q_empty(s), kStageReaders);
       ptx::mbarrier_init(dout_empty(s), kStageReaders);
     }
@@ -204,8 +203,17 @@ struct RingPlace {
   }
 };
 
+// A place among the buffers of K and the phase of their barriers, in two bits.
 template <class Tile>
-struct BwdTask {
+struct KeyPlace {
+  uint32_t at = 0;
+  __device__ int slot() const { return at & 1; }
+  __device__ uint32_t phase() const { return at >> 1 & 1; }
+  __device__ void next() { at += Tile::kKBuffers == 2 ? 1 : 2; }
+};
+
+template <class Tile>
+struct alignas(Tile::kHeadDim > 128 ? 4 : 16) BwdTask {
   // Wide heads lack the registers for both directions and for parts.
   static constexpr bool kNarrow = Tile::kHeadDim <= 128;
   Mask mask;
@@ -215,13 +223,12 @@ struct BwdTask {
   int part;         // of all heads: where dK and dV go
   int kv_slot_end;  // keys whose gradient is to be written
   int q_row0, q_batch, sequence;
-  int section, in_section;             // of heads, and the task's place in it
-  int row_block_base;                  // of the sequence, in the workspace
-  int group_size;                      // query heads of the part
-  bool junk_behind_q, junk_behind_kv;  // memory past the used rows is not zero-filled by TMA
-  bool down;                           // from the last Q block to the first
-  bool none;                           // no task is left
-  bool convert;                        // sums of dQ, the row blocks `blocks` of `section`
+  int section, in_section;  // of heads, and the task's place in it
+  int row_block_base;       // of the sequence, in the workspace
+  int group_size;           // query heads of the part
+  bool down;                // from the last Q block to the first
+  bool none;                // no task is left
+  bool convert;             // sums of dQ, the row blocks `blocks` of `section`
   // dK and dV, those of each group of threads that joins pieces for itself: unless it is a piece of
   // a shared task, and not the last one done.
   bool stores[2];
@@ -229,13 +236,6 @@ struct BwdTask {
 
   __device__ int num_steps() const { return group_size * (blocks.end - blocks.begin); }
   __device__ int first_q_head() const { return (kNarrow ? part : kv_head) * group_size; }
-  // From this row on a Q block reaches past the sequence, into rows that may hold anything.
-  __device__ int first_tail_q0() const {
-    return junk_behind_q ? mask.seqlen_q - Tile::kBlockQ + 1 : kUnbounded;
-  }
-  __device__ bool kv_has_tail() const {
-    return junk_behind_kv && kv0 + Tile::kBlockKV > mask.seqlen_kv;
-  }
   // Deterministic mode: how many KV blocks add to this block of dQ before this one. They go from
   // high keys to low. Tasks are drawn in that order, so that whatever one waits for is running or
   // done; and since a task starts at its first Q block, under a causal mask those begun together
@@ -316,7 +316,7 @@ __device__ __forceinline__ bool bwd_conversion(const BwdArgs& args, int& index, 
   t.group_size = 1;
   t.kv0 = 0;
   t.kv_slot_end = 1;
-  t.down = t.junk_behind_q = t.junk_behind_kv = t.none = false;
+  t.down = t.none = false;
   t.convert = true;
   return true;
 }
@@ -400,8 +400,6 @@ __device__ __forceinline__ bool bwd_task(const BwdArgs& args, int index, bool se
   t.kv_head = kNarrow ? part / args.splits : part;
   if (kNarrow) t.part = part;
   t.group_size = p.num_heads_q / args.parts;
-  t.junk_behind_q = p.cu_seqlens_q || p.seqused_q;
-  t.junk_behind_kv = p.cu_seqlens_k || p.seqused_k;
   t.none = false;
   if constexpr (kShare) {
     if (share >= 0) return bwd_piece(args.shares, share, second, t);
