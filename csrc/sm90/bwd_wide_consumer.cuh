@@ -20,8 +20,14 @@ namespace flash_cuda::sm90 {
 constexpr float kProbExponent = 14.0f;
 constexpr float kProbScale = 1.0f / 16384.0f;
 
-template <class Tile, DType kDType, int kWarpgroup>
+// Whether tasks are shared (BwdShares). That needs registers: with kAnew addresses are worked out
+// in every step that would else be kept, some of them in memory. What serves a call best is
+// measured.
+enum class WideSharing { kNone, kKept, kAnew };
+
+template <class Tile, DType kDType, int kWarpgroup, WideSharing kSharing>
 struct BwdWideWarpgroup {
+  static constexpr bool kAnew = kSharing == WideSharing::kAnew;
   static constexpr bool kBf16 = kDType == DType::kBFloat16;
   static constexpr int kScores = Tile::kBlockQ / 2;  // accumulators a thread of a 64 x 64 tile
   static constexpr int kDqCols = Tile::dq_cols(kWarpgroup);
@@ -85,8 +91,10 @@ struct BwdWideWarpgroup {
     }
   }
 
-  // dQ = dS K over the keys of both blocks, the columns of this warpgroup. `rank`: read anew in
-  // each step, or the descriptors would be kept, and some of them in memory.
+  // For gemm_dq: if it is read in each step, the descriptors are not kept.
+  __device__ uint32_t block_rank() const { return kAnew ? ptx::cluster_block_rank() : rank; }
+
+  // dQ = dS K over the keys of both blocks, the columns of this warpgroup.
   __device__ void gemm_dq(float (&dq)[kDq], uint32_t rank) const {
     const int col = rank * (Tile::kHeadDim / 2) + bwd_wide_dq_col<Tile, kWarpgroup>(rank);
     const int panel = col / 64, at = col % 64 * 2;
@@ -151,7 +159,7 @@ struct BwdWideWarpgroup {
   template <int kDim>
   __device__ void stage_out(float (&acc)[kDim / 2], float scale) const {
     uint32_t me[1] = {static_cast<uint32_t>(thread)};
-    ptx::pin(me);  // or the addresses would be kept through all steps
+    if constexpr (kAnew) ptx::pin(me);
     const int lane = me[0] % 32, row = me[0] / 32 * 16 + lane % 16;
     const uint32_t base = smem + kStaging + row * 128;
 #pragma unroll
@@ -177,7 +185,7 @@ struct BwdWideWarpgroup {
   __device__ void join(float (&acc)[kCount]) const {
     if (task->pieces == 1) return;
     uint32_t me[2] = {2 * rank + kWarpgroup, static_cast<uint32_t>(thread)};
-    ptx::pin(me);  // as in stage_out
+    ptx::pin(me);  // or the addresses would be kept through all steps
     constexpr int kVectors = BwdWorkspace::piece_floats(Tile::kHeadDim) / 4 / BwdWorkspace::kJoins;
     const BwdWorkspace& work = args.base.work;
     join_pieces<128>(args.base, *task,

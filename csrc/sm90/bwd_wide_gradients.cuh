@@ -5,10 +5,10 @@
 
 namespace flash_cuda::sm90 {
 
-// kGeneral: there may be a bias. kShare: tasks may be shared.
-template <class Tile, DType kDType, bool kGeneral, bool kShare>
-struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
-  using Base = BwdWideWarpgroup<Tile, kDType, 1>;
+// kGeneral: there may be a bias.
+template <class Tile, DType kDType, bool kGeneral, WideSharing kSharing>
+struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1, kSharing> {
+  using Base = BwdWideWarpgroup<Tile, kDType, 1, kSharing>;
   using Smem = typename Base::Smem;
   using Base::args, Base::task, Base::smem, Base::rank, Base::thread;
   using Base::bars, Base::lane, Base::warp, Base::kScores, Base::kDq, Base::kBias;
@@ -109,7 +109,7 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
       bias_gradient(q0, group);
     }
     float dq[kDq];
-    const uint32_t here = ptx::cluster_block_rank();
+    const uint32_t here = this->block_rank();
     ptx::mbarrier_wait(bars().ds_full(), step & 1);
     ptx::wgmma_fence();
     this->gemm_dq(dq, here);
@@ -136,7 +136,7 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1> {
     };
     const auto out = [&] {
       if (!args.base.params.dk) return;
-      if constexpr (kShare) this->join(dk);
+      if constexpr (kSharing != WideSharing::kNone) this->join(dk);
       this->template stage_out<Tile::kHeadDim>(dk, args.base.params.fwd.softmax_scale);
     };
     this->for_tasks(smem_ptr, work, out);

@@ -1,6 +1,6 @@
 #include "sm90/bwd_wide_launch.cuh"
 
-// build: spills allowed in bwd_wide_kernel up to 64 bytes: of the loader, and of a task's end
+// build: spills allowed in bwd_wide_kernel up to 96 bytes: masks and bias of the general variant
 
 namespace flash_cuda::sm90 {
 

@@ -20,12 +20,13 @@ namespace flash_cuda::sm90 {
 
 // kGeneral: with softcap, or with ALiBi and a bias. kClipped: there may be packed sequences or used
 // lengths.
-template <class Tile, DType kDType, bool kGeneral, bool kClipped>
+template <class Tile, DType kDType, bool kGeneral, bool kClipped, WideSharing kSharing>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_wide_kernel(const __grid_constant__ BwdMaps maps,
                     const __grid_constant__ BwdWideArgs args) {
   using Smem = BwdWideSmem<Tile>;
-  constexpr bool kShare = kShares<Tile, kGeneral> && !kClipped;
+  constexpr bool kShare = kSharing != WideSharing::kNone;
+  constexpr bool kFewRegisters = kShare || Tile::kHeadDim > 192;
   extern __shared__ __align__(1024) uint8_t smem_ptr[];
   const uint32_t smem = ptx::smem_addr(smem_ptr);
   const uint32_t rank = ptx::cluster_block_rank();
@@ -41,8 +42,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::cluster_arrive();
   ptx::cluster_wait();
 
-  // Found where it is wanted: kept for all warps, it would be read from memory in every step.
-  const auto peer = [&] { return ptx::mapa(smem, rank ^ 1) - smem; };
+  // Where registers are short each role finds the peer's address for itself: kept for all warps, it
+  // would be read from memory in every step.
+  uint32_t kept = 0;
+  if constexpr (!kFewRegisters) kept = ptx::mapa(smem, rank ^ 1) - smem;
+  const auto peer = [&] {
+    if constexpr (kFewRegisters) return ptx::mapa(smem, rank ^ 1) - smem;
+    return kept;
+  };
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<40>();
@@ -61,11 +68,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int thread = threadIdx.x % 128;
     if (warpgroup == 1) {
       ptx::setmaxnreg_inc<248>();
-      BwdWideScores<Tile, kDType, kGeneral, kShare> consumer{args, smem, rank, peer(), thread};
+      BwdWideScores<Tile, kDType, kGeneral, kSharing> consumer{args, smem, rank, peer(), thread};
       consumer.run(smem_ptr);
     } else {
       ptx::setmaxnreg_inc<216>();
-      BwdWideGradients<Tile, kDType, kGeneral, kShare> consumer{args, smem, rank, peer(), thread};
+      BwdWideGradients<Tile, kDType, kGeneral, kSharing> consumer{args, smem, rank, peer(), thread};
       consumer.run(smem_ptr);
     }
   }

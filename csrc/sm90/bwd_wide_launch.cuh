@@ -7,11 +7,12 @@
 
 namespace flash_cuda::sm90 {
 
-template <class Tile, DType kDType, bool kGeneral, bool kClipped>
+template <class Tile, DType kDType, bool kGeneral, bool kClipped,
+          WideSharing kSharing = WideSharing::kNone>
 void launch_wide_main(const BwdMaps& maps, const BwdWideArgs& args, cudaStream_t stream) {
   constexpr int kSmemBytes = BwdWideSmem<Tile>::kBytes;
   static std::atomic<uint64_t> smem_allowed{0};
-  auto* kernel = bwd_wide_kernel<Tile, kDType, kGeneral, kClipped>;
+  auto* kernel = bwd_wide_kernel<Tile, kDType, kGeneral, kClipped, kSharing>;
   allow_dynamic_smem(kernel, kSmemBytes, smem_allowed);
   const int clusters = min_of(args.base.num_draws, args.base.params.fwd.num_sms);
   LaunchShape shape{dim3(static_cast<unsigned>(2 * clusters)), Tile::kThreads, kSmemBytes};
@@ -35,6 +36,13 @@ void launch_bwd_wide_tile(const BwdParams& params, cudaStream_t stream) {
       launch_wide_main<Tile, kDType, true, true>(maps, args, stream);
     } else if (bwd_has_lengths(p)) {
       launch_wide_main<Tile, kDType, false, true>(maps, args, stream);
+    } else if (args.base.shares.count) {
+      if (Tile::kHeadDim <= 192 && params.deterministic) {
+        constexpr auto kSharing = Tile::kHeadDim <= 192 ? WideSharing::kKept : WideSharing::kAnew;
+        launch_wide_main<Tile, kDType, false, false, kSharing>(maps, args, stream);
+      } else {
+        launch_wide_main<Tile, kDType, false, false, WideSharing::kAnew>(maps, args, stream);
+      }
     } else {
       launch_wide_main<Tile, kDType, false, false>(maps, args, stream);
     }

@@ -5,10 +5,10 @@
 
 namespace flash_cuda::sm90 {
 
-// kGeneral: with softcap, or with ALiBi and a bias. kShare: tasks may be shared.
-template <class Tile, DType kDType, bool kGeneral, bool kShare>
-struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
-  using Base = BwdWideWarpgroup<Tile, kDType, 0>;
+// kGeneral: with softcap, or with ALiBi and a bias.
+template <class Tile, DType kDType, bool kGeneral, WideSharing kSharing>
+struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0, kSharing> {
+  using Base = BwdWideWarpgroup<Tile, kDType, 0, kSharing>;
   using Smem = typename Base::Smem;
   using Base::args, Base::task, Base::smem, Base::rank, Base::thread;
   using Base::bars, Base::lane, Base::warp, Base::kScores, Base::kDq, Base::kBias;
@@ -193,7 +193,7 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     if constexpr (kMore) finish_scores(step + 1, q0, group, masked);
 
     float dq[kDq];
-    const uint32_t here = ptx::cluster_block_rank();
+    const uint32_t here = this->block_rank();
     ptx::mbarrier_wait(bars().ds_full(), step & 1);
     ptx::wgmma_fence();
     this->gemm_dq(dq, here);
@@ -237,7 +237,7 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0> {
     };
     const auto out = [&] {
       if (!args.base.params.dv) return;
-      if constexpr (kShare) this->join(dv);
+      if constexpr (kSharing != WideSharing::kNone) this->join(dv);
       this->template stage_out<Tile::kHeadDimV>(dv, kProbScale);
     };
     this->for_tasks(smem_ptr, work, out);
