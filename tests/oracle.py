@@ -151,6 +151,10 @@ def sequence(
         extra = sink[:, None, None].expand(heads, rows, 1)
     logits = torch.cat((s, extra), dim=-1)
     lse = torch.logsumexp(logits, dim=-1)
+    # exp(s - lse) is off by the last place of both: ALiBi and a bias may leave a row nothing but
+    # logits far from 0. Beyond some thousand they would excuse anything.
+    far = lse.abs()[lse.abs() < 4096.0]
+    score = torch.maximum(score, far.amax()) if far.numel() else score
     no_keys = lse == -INF
     # Not exp(s - lse): next to a logit of -1e8 the sum is lost in lse.
     all_p = torch.softmax(logits.masked_fill(no_keys[..., None], 0.0), dim=-1)
@@ -325,9 +329,9 @@ def solve(
         precision: see Precision.
 
     Returns:
-        out and lse, score (the largest |scale * q.k| that counts), and with dout also dq, dk, dv,
-        dbias and dsink (where there is a bias, a sink), whole: rows that do not count are 0, their
-        lse -inf. dq, dk, dsink and dbias are sums of terms of both signs; NAME_spread is how far
+        out and lse, score (the largest |scale * q.k| that counts, or |lse|), and with dout also dq,
+        dk, dv, dbias and dsink (where there is a bias, a sink), whole: rows that do not count are
+        0, their lse -inf. dq, dk, dsink and dbias are sums of terms of both signs; NAME_spread is how far
         the rounding of out moves each, squared, in units of that rounding.
     """
     call = _Call(kw, precision)

@@ -20,8 +20,24 @@ NARROW = AttentionCase(head_dim=32, grads=True)
         rows__keys=LENGTHS,
         window_left__window_right=WINDOWS[:6],
     ),
+    grid(  # the last rows see no key
+        AttentionCase(rows=(300,), keys=(100,), top_left=True, sink=True),
+        window_left__window_right=[(20, 0), (5, 40), (250, 0)],
+    ),
 )
 def test_window(case: AttentionCase, backend: Backend) -> None:
+    check(case, backend)
+
+
+@with_cases(
+    grid(
+        AttentionCase(rows=(300, 300), keys=(500, 500), heads=4, heads_kv=2, sink=True),
+        head_dim=(64, 96, 128, 192, 256),
+        window_left__window_right=[(100, 0), (64, 200)],
+        layout=("dense", "packed"),
+    )
+)
+def test_window_of_several_tiles(case: AttentionCase, backend: Backend) -> None:
     check(case, backend)
 
 
