@@ -331,8 +331,8 @@ def solve(
     Returns:
         out and lse, score (the largest |scale * q.k| that counts, or |lse|), and with dout also dq,
         dk, dv, dbias and dsink (where there is a bias, a sink), whole: rows that do not count are
-        0, their lse -inf. dq, dk, dsink and dbias are sums of terms of both signs; NAME_spread is how far
-        the rounding of out moves each, squared, in units of that rounding.
+        0, their lse -inf. dq, dk, dsink and dbias are sums of terms of both signs; NAME_spread is
+        how far the rounding of out moves each, squared, in units of that rounding.
     """
     call = _Call(kw, precision)
     dtype, q = precision.compute, call.q
