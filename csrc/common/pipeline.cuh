@@ -36,6 +36,10 @@ struct RingBarriers {
   __device__ __forceinline__ void wait_full(uint32_t count) const {
     ptx::mbarrier_wait(full(count), phase(count));
   }
+  // Whether a wait for it would pass at once.
+  __device__ __forceinline__ bool is_full(uint32_t count) const {
+    return ptx::mbarrier_test(full(count), phase(count));
+  }
   // Stages start empty: the first time round, the wait for the phase before succeeds at once.
   __device__ __forceinline__ void wait_empty(uint32_t count) const {
     ptx::mbarrier_wait(empty(count), phase(count) ^ 1);

@@ -66,6 +66,7 @@ struct Consumer {
   // Counted from the start of the kernel; stages and phases follow. O += P V
   // takes the V block before the K block in turn.
   uint32_t tiles = 0, blocks = 0;
+  bool is_next_full = false;  // Tile::kLooksAhead: the next K and V block were seen to be there
 
   // Dense: what is the same for all tiles comes from the arguments.
   using Work = std::conditional_t<Tile::has(kDense), FwdWork, const FwdWork&>;
@@ -92,10 +93,19 @@ struct Consumer {
     for (int k = 0; k < kStepsPV; ++k) ptx::pin(p[k]);
   }
 
+  // Of a stage. Where every instruction between two GEMMs counts, it is the first stage's, which is
+  // the same for all blocks, and a multiple.
+  static __device__ __forceinline__ uint64_t stage_desc(uint32_t at, uint32_t first, uint32_t count,
+                                                        int stage_bytes, uint64_t base) {
+    if (!Tile::kLooksAhead) return ptx::wgmma_desc(at, base);
+    return ptx::wgmma_desc(first, base) + uint64_t(count % Tile::kStages * (stage_bytes / 16));
+  }
+
   // Issues S = Q K^T for the K block in turn.
   __device__ __forceinline__ void issue_qk() {
     using Mma = ptx::Wgmma<kN>;
-    const uint64_t desc_k = ptx::wgmma_desc(smem.k(blocks), kDescQK);
+    const uint64_t desc_k =
+        stage_desc(smem.k(blocks), smem.k(0), blocks, Tile::kStageBytesK, kDescQK);
     const uint64_t desc_q = ptx::wgmma_desc(smem.q(warpgroup), kDescQK);
     ptx::wgmma_fence();
 #pragma unroll
@@ -114,7 +124,7 @@ struct Consumer {
 
   // Issues O += P V for V block `block`.
   __device__ __forceinline__ void issue_pv(uint32_t block) {
-    const uint64_t desc_v = ptx::wgmma_desc(smem.v(block), kDescV);
+    const uint64_t desc_v = stage_desc(smem.v(block), smem.v(0), block, Tile::kStageBytesV, kDescV);
     ptx::pin(o);
     pin_p();
     ptx::wgmma_fence();
@@ -150,15 +160,28 @@ struct Consumer {
     if (lane() == 0) ptx::mbarrier_arrive(smem.k_ring().empty(blocks));
   }
   __device__ __forceinline__ void release_v(uint32_t block) {
-    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(block));
+    if (Tile::kLooksAhead ? lane() == 0 : thread == 0) {
+      ptx::mbarrier_arrive(smem.v_ring().empty(block));
+    }
   }
   __device__ __forceinline__ void wait_k() { smem.k_ring().wait_full(blocks); }
   __device__ __forceinline__ void wait_v(uint32_t block) { smem.v_ring().wait_full(block); }
+  // Tile::kLooksAhead: K and V of a turn; looks whether those of the next one are there.
+  __device__ __forceinline__ void release_turn(uint32_t turn);
+  __device__ __forceinline__ void look_ahead();
   // Passes over K and V blocks that only other warpgroups need.
   __device__ __forceinline__ void skip_k(int count) {
     for (int i = 0; i < count; ++i) {
       wait_k();
-      release_k();
+      if constexpr (Tile::kLooksAhead) {
+        // V of the block before, or, where that one is released by now, of this block.
+        const uint32_t v_turn = Tile::kReleasesLate ? blocks : blocks + 1;
+        wait_v(v_turn);
+        release_k();
+        release_v(v_turn);
+      } else {
+        release_k();
+      }
       if (has_bias_slice()) smem.bias_ring().wait_full(blocks);
       release_bias();
       ++blocks;
@@ -168,7 +191,7 @@ struct Consumer {
   // look at the barrier, and all its lanes before it does: who comes late
   // could miss the phase.
   __device__ __forceinline__ void skip_v(uint32_t begin, uint32_t end) {
-    if (begin != end && uniform(thread / 32) == 0) {
+    if (!Tile::kLooksAhead && begin != end && uniform(thread / 32) == 0) {
       for (; begin != end; ++begin) {
         wait_v(begin);
         __syncwarp();
@@ -299,6 +322,9 @@ struct Consumer {
   __device__ __forceinline__ void first_block(const FwdWalk& walk);
   template <bool kExact>
   __device__ __forceinline__ uint32_t consume_block(int kv_block, bool masked);
+  // The same where Tile::kLooksAhead, but returns whether the next block must be exact.
+  template <bool kExact>
+  __device__ __forceinline__ bool consume_ahead(int kv_block, bool masked);
   __device__ __forceinline__ void repair(float sum0, float sum1, float (&rescale)[2]);
   __device__ __forceinline__ void other_blocks(const FwdWalk& walk);
   // The last O += P V; sums become factors for O, and lse; both are written.
@@ -341,7 +367,7 @@ __device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv
     convert_p();
     scale_rows(o, rescale[0], rescale[1]);
   } else {
-    float sum0 = 0.f, sum1 = 0.f;
+    float sum0, sum1;
     exponentials(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0, sum1);
     const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
     if (!grown) {
@@ -404,7 +430,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::first_block(const FwdWal
   pass_turn();
   ptx::wgmma_wait_group<0>();
   ptx::pin(s);
-  release_k();
+  if (!Tile::kReleasesLate) release_k();
   rows.reset();
   float unused[2];
   if constexpr (Tile::has(kGeneral)) {
@@ -416,6 +442,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::first_block(const FwdWal
   convert_p();
   skip_v(skipped, blocks);
   ++blocks;
+  is_next_full = false;
 }
 
 template <class Tile, DType kDType>
@@ -428,10 +455,19 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::other_blocks(const FwdWa
        exact_end = walk.begin) {
 #pragma unroll 1
     for (; kv_block >= exact_end; --kv_block) {
-      consume_block<true>(kv_block, walk.is_masked(kv_block));
+      if constexpr (Tile::kLooksAhead) {
+        consume_ahead<true>(kv_block, walk.is_masked(kv_block));
+      } else {
+        consume_block<true>(kv_block, walk.is_masked(kv_block));
+      }
     }
     if (kv_block < walk.begin) break;
-    if constexpr (!Tile::has(kGeneral)) {
+    if constexpr (Tile::kLooksAhead) {
+#pragma unroll 1
+      while (kv_block >= walk.full_begin) {
+        if (consume_ahead<false>(kv_block--, false)) break;
+      }
+    } else if constexpr (!Tile::has(kGeneral)) {
       uint32_t exact = ~0u;
 #pragma unroll 1
       for (; kv_block >= walk.full_begin && !__any_sync(~0u, exact <= blocks); --kv_block) {
@@ -446,11 +482,17 @@ template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::finish_tile(const FwdWalk& walk) {
   const uint32_t last = blocks - 1;
   RowEnd ends[2];
-  wait_v(last);
-  issue_pv(last);
+  const uint32_t v_turn = Tile::kLooksAhead ? last + 1 : last;
+  wait_v(v_turn);
+  issue_pv(v_turn);
   end_rows(ends);
   wait_pv();
-  release_v(last);
+  if constexpr (Tile::kReleasesLate) {
+    release_turn(last);
+  } else {
+    if (Tile::kLooksAhead) __syncwarp();
+    release_v(v_turn);
+  }
   skip_k(walk.skip_left);
   skip_v(last + 1, blocks);
   store_tile(ends);

@@ -14,8 +14,9 @@
 namespace flash_cuda::sm90 {
 
 constexpr int kWorkSlots = 2;
-// The producer's warps: 0 loads, 1 draws tiles, the others store, where Tile::kStoresApart.
-constexpr int kFirstStoreWarp = 2;
+// The producer's warps: 0 loads, 1 draws tiles, the others store, where Tile::kStoresApart, or 2
+// loads Q, where Tile::kLoadsQApart.
+constexpr int kFirstStoreWarp = 2, kQWarp = 2;
 
 // Zero between launches; see tile_counter.h for who uses which.
 static __device__ int tile_counters[kTileCounters];
@@ -90,11 +91,12 @@ struct FwdSmem {
 
 template <class Tile>
 __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
-  // K is released by every warp after its own check of the sums, V by every warpgroup.
+  // K is released by every warp after its own check of the sums, V by every warpgroup, or together
+  // with K.
   smem.k_ring().init(1, 4 * Tile::kWarpgroups);
-  smem.v_ring().init(1, Tile::kWarpgroups);
-  smem.work_ring().init(1,
-                        4 * Tile::kWarpgroups + 1 + (Tile::kStoresApart ? Tile::kWarpgroups : 0));
+  smem.v_ring().init(1, (Tile::kLooksAhead ? 4 : 1) * Tile::kWarpgroups);
+  const int readers = Tile::kStoresApart ? Tile::kWarpgroups : Tile::kLoadsQApart ? 1 : 0;
+  smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1 + readers);
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
     smem.q_ring(w).init(1, 4);
     smem.out_ring(w).init(4, 1);
@@ -102,6 +104,10 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   }
   ptx::mbarrier_init(smem.draw_barrier(), 1);
   if (Tile::has(kGeneral)) smem.bias_ring().init(1, 4 * Tile::kWarpgroups);
+  // V of a block has the turn of the K after it, so the first turn is no block's.
+  if (Tile::kLooksAhead && !Tile::kReleasesLate) {
+    for (int i = 0; i < 4 * Tile::kWarpgroups; ++i) ptx::mbarrier_arrive(smem.v_ring().empty(0));
+  }
   ptx::fence_mbarrier_init();
 }
 
@@ -253,7 +259,7 @@ __device__ __forceinline__ void store_tiles(const FwdSmem<Tile>& smem, const Fwd
   ptx::bulk_wait_group<0>();
 }
 
-// Loads Q, K and V of every tile; one thread.
+// Loads Q, K and V of every tile; one thread, or another one for Q.
 template <class Tile>
 struct Loader {
   static constexpr bool kMayClip = !Tile::has(kDense);
@@ -311,7 +317,10 @@ struct Loader {
     }
     ++bias_count;
   }
-  __device__ __forceinline__ void load_q(int first_row, const MapRows& rows) {
+  __device__ __forceinline__ void load_q(const FwdWork& work) {
+    const int first_row = work.q_block * Tile::kBlockQ;
+    const MapRows rows =
+        locate<Tile>(args.q_rows, work.q_row0, work.seqlen_q, work.head, work.batch);
 #pragma unroll
     for (int w = 0; w < Tile::kWarpgroups; ++w) {
       const auto ring = smem.q_ring(w);
@@ -326,7 +335,22 @@ struct Loader {
     }
   }
 
+  __device__ __forceinline__ void run_q() {
+    const auto work_ring = smem.work_ring();
+    for (;; ++tiles) {
+      work_ring.wait_full(tiles);
+      const FwdWork work = smem.slot(tiles).work;
+      ptx::mbarrier_arrive(work_ring.empty(tiles));
+      if (work.q_block < 0) return;
+      load_q(work);
+    }
+  }
+
   __device__ __forceinline__ void run() {
+    if (Tile::kLooksAhead) {
+      ptx::mbarrier_arrive(smem.v_ring().full(v_count));
+      ++v_count;
+    }
     const FwdParams& p = args.params;
     const auto work_ring = smem.work_ring();
     const int group = p.num_heads_q / p.num_heads_kv;
@@ -344,8 +368,7 @@ struct Loader {
         load_k(end - 1, kv);
         load_bias(w, end - 1);
       }
-      load_q(w.q_block * Tile::kBlockQ,
-             locate<Tile>(args.q_rows, w.q_row0, w.seqlen_q, w.head, w.batch));
+      if (!Tile::kLoadsQApart) load_q(w);
       // The ring still holds blocks to compute while the next tile is drawn.
       if (end - begin < 2) ptx::mbarrier_arrive(smem.draw_barrier());
 #pragma unroll 1

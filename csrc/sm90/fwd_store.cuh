@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ptx/griddep.h"
+#include "sm90/fwd_ahead.cuh"
 #include "sm90/fwd_kernel.cuh"
 
 namespace flash_cuda::sm90 {
@@ -122,7 +123,10 @@ template <class Tile, DType kDType>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs args) {
   extern __shared__ uint8_t smem_raw[];
-  const FwdSmem<Tile> smem{(ptx::smem_addr(smem_raw) + 1023) & ~1023u};
+  const uint32_t dynamic = (ptx::smem_addr(smem_raw) + 1023) & ~1023u;
+  const FwdSmem<Tile> smem{Tile::kLooksAhead ? Tile::kSmemBase : dynamic};
+  // Above 24 bits an address has the block's place in its cluster.
+  if (Tile::kLooksAhead && dynamic % (1 << 24) > Tile::kSmemBase) __trap();
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
   // The kernel before may still run: it may write the inputs, read what lies where the outputs go,
@@ -145,6 +149,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       } else if (threadIdx.x == 32) {
         schedule_dense(smem, args);
       }
+    } else if (Tile::kLoadsQApart && threadIdx.x == 32 * kQWarp) {
+      ptx::griddep_wait();
+      Loader<Tile>{smem, args}.run_q();
     } else if (Tile::kStoresApart && threadIdx.x % 32 == 0) {
       ptx::griddep_wait();
       store_tiles(smem, args, static_cast<int>(threadIdx.x) / 32 - kFirstStoreWarp);

@@ -38,6 +38,13 @@ struct FwdTile {
   static constexpr bool kMayChunk = !has(kDense) && !has(kPacked);
   // A warp of the producer stores what a warpgroup stages; elsewhere warpgroups store themselves.
   static constexpr bool kStoresApart = has(kDense) && kWarpgroups == 2;
+  // Blocks are short and stages many: the loop of fwd_ahead.cuh. With eight of them a block's are
+  // released under S of the next one.
+  static constexpr bool kLooksAhead = kStages >= 4 && !has(kPingPong);
+  static constexpr bool kReleasesLate = kLooksAhead && kStages >= 8;
+  // A warp of the producer loads Q: who waits for the last warpgroup to end a tile must not hold up
+  // K and V of the next tile for the others.
+  static constexpr bool kLoadsQApart = kLooksAhead && kWarpgroups > 2;
 
   static constexpr int kBlockQ = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
@@ -67,6 +74,9 @@ struct FwdTile {
   static constexpr int kBiasPanels = kHeadDim > 192 || has(kNarrowBias) ? 1 : 2;  // as room allows
   static constexpr int kBiasSliceBytes = kBiasPanels * kBiasPanelBytes;  // of one warpgroup
 
+  // Where shared memory begins in a block that has no other than dynamic one: the system has the
+  // first KB. As a constant it leaves less to compute between two GEMMs.
+  static constexpr uint32_t kSmemBase = 1024;
   // Offsets from a base aligned to 1024 bytes.
   static constexpr int kSmemQ = 0;
   static constexpr int kSmemOut = kQSliceBytes * kWarpgroups;
