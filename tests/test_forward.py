@@ -124,6 +124,18 @@ def test_very_negative_scores_behind_a_mask(backend: Backend) -> None:
         assert torch.allclose(out[0, i].float(), mean, atol=0.01)
 
 
+@with_cases(
+    grid(
+        AttentionCase(rows=(150,) * 14, keys=(130,) * 14, heads=10, heads_kv=5, head_dim=128),
+        dtype=("bfloat16", "float16"),
+    ),
+    grid(AttentionCase(rows=(513,), keys=(200,), heads=4, heads_kv=4, head_dim=128, spread=8.0)),
+)
+def test_rows_that_fill_several_rounds(case: AttentionCase, backend: Backend) -> None:
+    """As many tiles as it takes for the taller ones to pay, on a device or on few emulated SMs."""
+    check(case, backend)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_equal_inputs_give_equal_bits(dtype: torch.dtype, backend: Backend) -> None:
     q, k, v = (torch.randn(2, 77, 4, 64).to(dtype).to(backend.device) for _ in range(3))

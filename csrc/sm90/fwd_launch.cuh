@@ -113,6 +113,21 @@ inline bool is_general_long(const FwdParams& p) {
   return !p.bias || (p.bias_dtype != DType::kFloat32 && bias_map_serves(p));
 }
 
+// How often all SMs take a tile, and how long one of Tall's takes beside one of Long's.
+template <class Tile>
+int rounds(const FwdParams& p) {
+  return ceil_div(ceil_div(p.seqlen_q, Tile::kBlockQ) * p.batch * p.num_heads_q, p.num_sms);
+}
+constexpr double kTallTime = 1.45;
+
+template <class Variants>
+bool takes_tall(const FwdParams& p) {
+  using Tall = typename Variants::Tall;
+  using Long = typename Variants::Long;
+  return Tall::kBlockQ > Long::kBlockQ && is_dense(p) && !has_diagonal(p) &&
+         rounds<Tall>(p) * kTallTime <= rounds<Long>(p);
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
@@ -124,6 +139,9 @@ void launch_fwd(const FwdParams& p, cudaStream_t stream) {
     return launch_plain<typename Variants::Short, kDType>(p, stream);
   }
   if (has_diagonal(p)) return launch_plain<typename Variants::Diagonal, kDType>(p, stream);
+  if (takes_tall<Variants>(p)) {
+    return launch_tile<typename Variants::Tall::template With<kDense>, kDType>(p, stream);
+  }
   launch_plain<typename Variants::Long, kDType>(p, stream);
 }
 

@@ -1,8 +1,9 @@
 // Which tile serves which call: one table for all head dimensions.
 //
 // Short serves rows that see few keys (their tiles end often), Diagonal the others below a diagonal
-// or in a window, Long the rest, General every call with a score modification. The figures behind
-// it are in docs/tuning.md.
+// or in a window, Long the rest, General every call with a score modification. Tall stands in
+// for Long where its tiles of more rows take fewer rounds over the device. The figures behind it
+// are in docs/tuning.md.
 #pragma once
 
 #include "sm90/fwd_tile.h"
@@ -21,6 +22,7 @@ struct FwdVariants<64, 64> {
   using Short = Long;
   using General = FwdTile<64, 64, 64, 4, 2, kGeneral>;
   using GeneralLong = General;
+  using Tall = Long;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -30,6 +32,7 @@ struct FwdVariants<96, 96> {
   using Short = FwdTile<96, 96, 128, 2, 2, kPingPong>;
   using General = FwdTile<96, 96, 64, 2, 2, kGeneral>;
   using GeneralLong = General;
+  using Tall = Long;
   static constexpr int kShortKeys = 1024;
 };
 // Turns keep the warpgroups apart; since KV ranges come from the scheduler they win at any length.
@@ -40,6 +43,7 @@ struct FwdVariants<128, 128> {
   using Short = Long;
   using General = FwdTile<128, 128, 64, 2, 2, kPingPong | kGeneral>;
   using GeneralLong = FwdTile<128, 128, 64, 3, 2, kGeneral | kNarrowBias>;
+  using Tall = FwdTile<128, 128, 64, 3, 4, kPingPong>;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -49,6 +53,7 @@ struct FwdVariants<192, 128> {
   using Short = Long;
   using General = FwdTile<192, 128, 64, 2, 2, kOutInParts | kGeneral>;
   using GeneralLong = General;
+  using Tall = Long;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -58,6 +63,7 @@ struct FwdVariants<192, 192> {
   using Short = Long;
   using General = FwdTile<192, 192, 64, 2, 2, kOutInParts | kGeneral>;
   using GeneralLong = General;
+  using Tall = Long;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -67,6 +73,7 @@ struct FwdVariants<256, 256> {
   using Short = Long;
   using General = FwdTile<256, 256, 48, 2, 2, kOutInParts | kGeneral>;
   using GeneralLong = General;
+  using Tall = Long;
   static constexpr int kShortKeys = 0;
 };
 
