@@ -1,6 +1,6 @@
 #include "sm90/fwd_launch.cuh"
 
-// build: spills allowed in fwd_kernel up to 128 bytes: the producer's order of tiles, once a tile
+// build: spills allowed in fwd_kernel up to 32 bytes: the producer's order of tiles, once a tile
 
 namespace flash_cuda::sm90 {
 
