@@ -53,7 +53,7 @@ __device__ __forceinline__ bool Consumer<Tile, kDType>::consume_ahead(int kv_blo
     scale_rows(o, rescale[0], rescale[1]);
   } else {
     float sum0, sum1;
-    exponentials(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0, sum1);
+    exponentials<false, true>(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0, sum1);
     const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
     wait_pv();
     convert_p();

@@ -367,7 +367,7 @@ __device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv
     convert_p();
     scale_rows(o, rescale[0], rescale[1]);
   } else {
-    float sum0, sum1;
+    float sum0 = 0.f, sum1 = 0.f;
     exponentials(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0, sum1);
     const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
     if (!grown) {

@@ -63,10 +63,10 @@ __device__ __forceinline__ void mask_scores(float (&s)[kN], const Mask& mask, in
   }
 }
 
-// s becomes exp2(s * scale - reference), or, in natural units, exp(s - reference); says the rows'
-// sums. In natural units the difference is formed first: a row's largest logit gives 1, however
-// large it is, and a finite logit stays finite.
-template <bool kNatural = false, int kN>
+// s becomes exp2(s * scale - reference), or, in natural units, exp(s - reference); adds the rows'
+// sums, or begins them (kNewSums). In natural units the difference is formed first: a row's largest
+// logit gives 1, however large it is, and a finite logit stays finite.
+template <bool kNatural = false, bool kNewSums = false, int kN>
 __device__ __forceinline__ void exponentials(float (&s)[kN], float scale, float ref0, float ref1,
                                              float& sum0, float& sum1) {
 #pragma unroll
@@ -78,8 +78,8 @@ __device__ __forceinline__ void exponentials(float (&s)[kN], float scale, float 
           ptx::ex2(kNatural ? (s[4 * j + e] - ref) * kLog2e : fmaf(s[4 * j + e], scale, -ref));
     }
     const float pair0 = s[4 * j] + s[4 * j + 1], pair1 = s[4 * j + 2] + s[4 * j + 3];
-    sum0 = j == 0 ? pair0 : sum0 + pair0;
-    sum1 = j == 0 ? pair1 : sum1 + pair1;
+    sum0 = kNewSums && j == 0 ? pair0 : sum0 + pair0;
+    sum1 = kNewSums && j == 0 ? pair1 : sum1 + pair1;
   }
 }
 
@@ -122,7 +122,7 @@ __device__ __forceinline__ void softmax_exact(float (&s)[kN], float scale, Softm
       scale = 1.0f;
     }
   }
-  float sum0, sum1;
+  float sum0 = 0.f, sum1 = 0.f;
   exponentials<kNatural>(s, scale, ref0, ref1, sum0, sum1);
   rows.sum[0] = fmaf(rows.sum[0], rescale[0], sum0);
   rows.sum[1] = fmaf(rows.sum[1], rescale[1], sum1);
@@ -151,7 +151,7 @@ __device__ __forceinline__ bool softmax_lazy(float (&s)[kN], float rise, Softmax
     softmax_exact<true>(s, 1.0f, rows, rescale);
     return true;
   }
-  float sum0, sum1;
+  float sum0 = 0.f, sum1 = 0.f;
   exponentials(s, kLog2e, rows.reference[0] * kLog2e, rows.reference[1] * kLog2e, sum0, sum1);
   rows.sum[0] += sum0;
   rows.sum[1] += sum1;
