@@ -397,6 +397,9 @@ auto with_bwd_tile(const BwdParams& params, const Call& call) {
   if constexpr (kHeadDim != 96) {
     if (bwd_has_bias_tile(params)) return call(BwdBiasTile<kHeadDim>{});
   }
+  if constexpr (kHeadDim == 128) {
+    if (params.deterministic) return call(BwdOrderedTile<kHeadDim>{});
+  }
   return call(BwdTile<kHeadDim>{});
 }
 

@@ -1,6 +1,8 @@
 // The warps that move data: loads, dQ sums and stores; and the drawing of tasks.
 #pragma once
 
+#include <type_traits>
+
 #include "common/tma_rows.cuh"
 #include "ptx/fence.h"
 #include "ptx/griddep.h"
@@ -15,12 +17,21 @@
 
 namespace flash_cuda::sm90 {
 
+// A dense tensor's rows, or where maps are clipped those of a sequence.
+template <bool kClipped>
+__device__ __forceinline__ MapRows bwd_rows(const RowMap& map, int first, int len, int head,
+                                            int batch) {
+  if constexpr (kClipped) return map.locate(first, len, head, batch);
+  return {first, head, batch, false};
+}
+
 // One thread: K or V.
 template <class Tile, bool kClipped>
 __device__ __forceinline__ void bwd_load_keys(const CUtensorMap& map, const RowMap& rows,
                                               const BwdTask<Tile>& task, uint32_t tile,
                                               uint32_t bar) {
-  const MapRows at = rows.locate(task.kv_row0, task.mask.seqlen_kv, task.kv_head, task.kv_batch);
+  const MapRows at =
+      bwd_rows<kClipped>(rows, task.kv_row0, task.mask.seqlen_kv, task.kv_head, task.kv_batch);
   ptx::mbarrier_arrive_expect_tx(bar, BwdSmem<Tile>::kKvBytes);
 #pragma unroll
   for (int p = 0; p < Tile::kPanels; ++p) {
@@ -29,65 +40,56 @@ __device__ __forceinline__ void bwd_load_keys(const CUtensorMap& map, const RowM
   }
 }
 
-// One thread: a block of Q or dO as an operand tile; lse2 or -delta of its rows follows.
+// One thread: the operands of every task.
 template <class Tile, bool kClipped>
-__device__ __forceinline__ void bwd_load_rows(const CUtensorMap& map, uint32_t tile, uint32_t bar,
-                                              int row, const MapRows& at) {
+struct BwdLoader {
   using Smem = BwdSmem<Tile>;
-  ptx::mbarrier_arrive_expect_tx(bar, Smem::kQBytes + Smem::kRowBytes);
-#pragma unroll
-  for (int p = 0; p < Tile::kPanels; ++p) {
-    load_rows<kClipped>(tile + p * Tile::kBlockQ * 128, &map, bar, p * 64, row, at,
-                        ptx::kEvictLast);
-  }
-}
+  const BwdArgs& args;
+  const BwdMaps& maps;
+  const BwdRowMaps& row_maps;
+  const uint32_t smem;
 
-// One thread: K and V of a task, and Q, dO, lse2 and delta of every step.
-template <class Tile, bool kClipped>
-__device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMaps& maps,
-                                               const BwdRowMaps& row_maps,
-                                               const BwdTask<Tile>& task, uint32_t smem,
-                                               RingPlace& ring, KeyPlace<Tile>& keys) {
-  using Smem = BwdSmem<Tile>;
-  const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
-  const int q_row0 = task.q_row0, batch = task.q_batch, head0 = task.first_q_head();
-  const int base = task.row_block_base, seqlen_q = kClipped ? task.mask.seqlen_q : 0;
-  const int draw_at = min_of(task.num_steps(), args.draw_at);
-  const auto load_k = [&] {
+  // A block of Q or dO as an operand tile; lse2 or -delta of its rows follows.
+  __device__ void load_tile(const CUtensorMap& map, uint32_t tile, uint32_t bar, int row,
+                            const MapRows& at) const {
+    ptx::mbarrier_arrive_expect_tx(bar, Smem::kQBytes + Smem::kRowBytes);
+#pragma unroll
+    for (int p = 0; p < Tile::kPanels; ++p) {
+      load_rows<kClipped>(tile + p * Tile::kBlockQ * 128, &map, bar, p * 64, row, at,
+                          ptx::kEvictLast);
+    }
+  }
+
+  __device__ void load_k(const BwdTask<Tile>& task, KeyPlace<Tile>& keys) const {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
     ptx::mbarrier_wait(bars.k_empty(keys.slot()), keys.phase() ^ 1);
     bwd_load_keys<Tile, kClipped>(maps.k, row_maps.k, task,
                                   smem + Smem::kK + keys.slot() * Smem::kKvBytes,
                                   bars.k_full(keys.slot()));
     keys.next();
-  };
-  if (Tile::kKBuffers == 2) load_k();
-  bool first = true;  // the task is not read in the loop
-#pragma unroll 1
-  for (BwdSteps at(task); at.left > 0; at.next()) {
-    const int head = head0 + at.group, q0 = at.q_block * Tile::kBlockQ, stage = ring.slot;
-    const int64_t work_row = (head * args.work.row_blocks + base + at.q_block) * Tile::kBlockQ;
-    if (at.left == draw_at) ptx::mbarrier_arrive(bars.near_end());
+  }
+
+  // What a step streams. Before lse2 and delta of the first one come V, and K if it has but one
+  // buffer.
+  template <bool kFirst, class Keys>
+  __device__ void load_step(const BwdTask<Tile>& task, const BwdSteps<Tile>& at, int q_row0,
+                            int seqlen_q, int head, int batch, int64_t work_row, RingPlace& ring,
+                            const Keys& load_kv) const {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    const int q0 = at.q_block * Tile::kBlockQ, stage = ring.slot;
     const auto load_lse = [&] {
       ptx::bulk_load(smem + Smem::kLse + stage * Smem::kRowBytes, args.work.lse2 + work_row,
                      Smem::kRowBytes, bars.q_full(stage));
     };
     ptx::mbarrier_wait(bars.q_empty(stage), ring.phase ^ 1);  // the buffers start empty
-    bwd_load_rows<Tile, kClipped>(maps.q, smem + Smem::kQ + stage * Smem::kQBytes,
-                                  bars.q_full(stage), q0,
-                                  row_maps.q.locate(q_row0, seqlen_q, head, batch));
-    if (!first) load_lse();
+    load_tile(maps.q, smem + Smem::kQ + stage * Smem::kQBytes, bars.q_full(stage), q0,
+              bwd_rows<kClipped>(row_maps.q, q_row0, seqlen_q, head, batch));
+    if constexpr (!kFirst) load_lse();
     ptx::mbarrier_wait(bars.dout_empty(stage), ring.phase ^ 1);
-    bwd_load_rows<Tile, kClipped>(maps.dout, smem + Smem::kDout + stage * Smem::kQBytes,
-                                  bars.dout_full(stage), q0,
-                                  row_maps.dout.locate(q_row0, seqlen_q, head, batch));
-    if (first) {
-      first = false;
-      // V is free once the last step before this task has let go of its dO.
-      RingPlace other = ring;
-      other.next();
-      ptx::mbarrier_wait(bars.dout_empty(other.slot), other.phase ^ 1);
-      bwd_load_keys<Tile, kClipped>(maps.v, row_maps.v, task, smem + Smem::kV, bars.v_full());
-      if (Tile::kKBuffers == 1) load_k();
+    load_tile(maps.dout, smem + Smem::kDout + stage * Smem::kQBytes, bars.dout_full(stage), q0,
+              bwd_rows<kClipped>(row_maps.dout, q_row0, seqlen_q, head, batch));
+    if constexpr (kFirst) {
+      load_kv();
       ptx::griddep_wait();  // what follows comes from the pre-pass
       load_lse();
     }
@@ -97,7 +99,35 @@ __device__ __forceinline__ void bwd_load_steps(const BwdArgs& args, const BwdMap
       bwd_load_bias<Tile>(args, maps, task, smem, ring, head, q0);
     ring.next();
   }
-}
+
+  __device__ void run(const BwdTask<Tile>& task, RingPlace& ring, KeyPlace<Tile>& keys) const {
+    const BwdBarriers<Tile> bars{smem + Smem::kBarriers};
+    const int q_row0 = task.q_row0, batch = task.q_batch, head0 = task.first_q_head();
+    const int base = task.row_block_base, seqlen_q = kClipped ? task.mask.seqlen_q : 0;
+    const int draw_at = min_of(task.num_steps(), args.draw_at);
+    const auto load_kv = [&] {
+      // V is free once the last step before this task has let go of its dO.
+      RingPlace other = ring;
+      other.next();
+      ptx::mbarrier_wait(bars.dout_empty(other.slot), other.phase ^ 1);
+      bwd_load_keys<Tile, kClipped>(maps.v, row_maps.v, task, smem + Smem::kV, bars.v_full());
+      if (Tile::kKBuffers == 1) load_k(task, keys);
+    };
+    BwdSteps<Tile> at(task);
+    const auto step = [&](auto first) {
+      const int head = head0 + at.group;
+      const int64_t work_row = (head * args.work.row_blocks + base + at.q_block) * Tile::kBlockQ;
+      if (at.left == draw_at) ptx::mbarrier_arrive(bars.near_end());
+      load_step<decltype(first)::value>(task, at, q_row0, seqlen_q, head, batch, work_row, ring,
+                                        load_kv);
+      at.next();
+    };
+    if (Tile::kKBuffers == 2) load_k(task, keys);
+    step(std::true_type{});
+#pragma unroll 1
+    while (at.left > 0) step(std::false_type{});
+  }
+};
 
 // Warp 0 of the first warpgroup, one thread: loads the operands of every task; those of the first
 // one that the call was given, while the pre-pass still runs.
@@ -118,9 +148,9 @@ __device__ __forceinline__ void bwd_load(const BwdArgs& args, const BwdMaps& map
       if constexpr (kConvert) bwd_load_sums(args, task, smem, rows);
     } else {
       if (row_maps.q.clipped || row_maps.k.clipped) {
-        bwd_load_steps<Tile, true>(args, maps, row_maps, task, smem, rows, keys);
+        BwdLoader<Tile, true>{args, maps, row_maps, smem}.run(task, rows, keys);
       } else {
-        bwd_load_steps<Tile, false>(args, maps, row_maps, task, smem, rows, keys);
+        BwdLoader<Tile, false>{args, maps, row_maps, smem}.run(task, rows, keys);
       }
     }
     ptx::mbarrier_arrive(bars.task_empty(tasks.slot));

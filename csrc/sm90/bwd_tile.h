@@ -12,7 +12,8 @@ namespace flash_cuda::sm90 {
 
 // kBlockQ rows of Q and dO stream past a tile of kBlockKV keys; two warpgroups own 64 keys each.
 // clang-format off
-template <int kHeadDim_, int kBlockQ_, bool kLseInRegisters_, bool kDkInHalves_, int kBiasStages_>
+template <int kHeadDim_, int kBlockQ_, bool kLseInRegisters_, bool kDkInHalves_, int kBiasStages_,
+          int kKBuffers_>
 struct BwdTileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockQ = kBlockQ_;
@@ -23,7 +24,7 @@ struct BwdTileShape {
   static constexpr int kBiasStages = kBiasStages_;            // tiles of bias and its gradient
   // Where there is room for two: the next task's K comes while one is at work, and dV is staged in
   // the place of the K that is done with.
-  static constexpr int kKBuffers = kBiasStages == 0 && kHeadDim % 64 == 0 ? 2 : 1;
+  static constexpr int kKBuffers = kKBuffers_;
   static constexpr bool kDvInK = kKBuffers == 2;
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kKeys = kBlockKV / kConsumerWarpgroups;  // of a warpgroup
@@ -36,13 +37,15 @@ struct BwdTileShape {
   static constexpr int kThreads = 128 * (1 + kConsumerWarpgroups);
 };
 template <int kHeadDim> struct BwdTile;
-template <int kHeadDim> struct BwdBiasTile;  // with a bias, or softcap and ALiBi together
-//                                                      head_dim   q  lse    dk     bias
-template <> struct BwdTile<64>      : BwdTileShape<          64, 128, false, true,  0> {};
-template <> struct BwdTile<96>      : BwdTileShape<          96,  64, true,  false, 0> {};
-template <> struct BwdTile<128>     : BwdTileShape<         128,  64, true,  false, 0> {};
-template <> struct BwdBiasTile<64>  : BwdTileShape<          64,  64, true,  false, 2> {};
-template <> struct BwdBiasTile<128> : BwdTileShape<         128,  64, true,  false, 1> {};
+template <int kHeadDim> struct BwdBiasTile;     // with a bias, or softcap and ALiBi together
+template <int kHeadDim> struct BwdOrderedTile;  // deterministic mode: two buffers of K cost it 3 %
+//                                                      head_dim   q  lse    dk     bias K
+template <> struct BwdTile<64>      : BwdTileShape<          64, 128, false, true,  0, 2> {};
+template <> struct BwdTile<96>      : BwdTileShape<          96,  64, true,  false, 0, 1> {};
+template <> struct BwdTile<128>     : BwdTileShape<         128,  64, true,  false, 0, 2> {};
+template <> struct BwdOrderedTile<128> : BwdTileShape<      128,  64, true,  false, 0, 1> {};
+template <> struct BwdBiasTile<64>  : BwdTileShape<          64,  64, true,  false, 2, 1> {};
+template <> struct BwdBiasTile<128> : BwdTileShape<         128,  64, true,  false, 1, 1> {};
 // clang-format on
 
 // Where one call keeps what passes between its three kernels. A row block of a sequence starts at
