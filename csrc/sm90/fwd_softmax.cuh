@@ -77,9 +77,13 @@ __device__ __forceinline__ void exponentials(float (&s)[kN], float scale, float 
       s[4 * j + e] =
           ptx::ex2(kNatural ? (s[4 * j + e] - ref) * kLog2e : fmaf(s[4 * j + e], scale, -ref));
     }
-    const float pair0 = s[4 * j] + s[4 * j + 1], pair1 = s[4 * j + 2] + s[4 * j + 3];
-    sum0 = kNewSums && j == 0 ? pair0 : sum0 + pair0;
-    sum1 = kNewSums && j == 0 ? pair1 : sum1 + pair1;
+    if (kNewSums && j == 0) {
+      sum0 = s[0] + s[1];
+      sum1 = s[2] + s[3];
+    } else {
+      sum0 += s[4 * j] + s[4 * j + 1];
+      sum1 += s[4 * j + 2] + s[4 * j + 3];
+    }
   }
 }
 
