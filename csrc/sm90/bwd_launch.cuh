@@ -27,7 +27,8 @@ int bwd_kv_blocks(const FwdParams& p) {
 // and V of its own, to be summed: so as few as keep all thread blocks busy. Tasks of unequal length
 // (under a mask the longest is about twice the mean) need two a block to even out; and they drift
 // apart, so that more than four heads of Q and dO would leave the L2 cache between two of them. In
-// deterministic mode more than two would wait for each other.
+// deterministic mode more than two would wait for each other, and a single round of long rows would
+// end with the thread block whose first turn comes last.
 template <class Tile>
 int group_splits(const BwdParams& params) {
   const FwdParams& p = params.fwd;
@@ -42,7 +43,8 @@ int group_splits(const BwdParams& params) {
   for (int s = 1; s <= group; ++s) {
     if (group % s != 0 || (uneven && group > most_heads * s)) continue;
     const double waves = double(tasks) * s / p.num_sms;
-    const double busy = uneven ? std::fmin(waves / rounds, 1.0) : waves / std::ceil(waves);
+    double busy = uneven ? std::fmin(waves / rounds, 1.0) : waves / std::ceil(waves);
+    if (params.deterministic && !uneven && waves <= 1.0 && p.seqlen_kv >= 4096) busy /= 2;
     if (busy > 1.1 * best) {
       best = busy;
       splits = s;

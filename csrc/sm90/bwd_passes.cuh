@@ -66,6 +66,34 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
+// Packed sequences in the order of their tasks, the longest first, so that the call ends with short
+// ones. One block.
+template <class Tile>
+__device__ __forceinline__ void rank_sequences(const BwdArgs& args) {
+  const FwdParams& p = args.params.fwd;
+  const BwdWorkspace& work = args.work;
+  if (!work.sequences) return;
+  const auto blocks_of = [&](int b) {
+    return ceil_div(max_of(p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b], 0), Tile::kBlockKV);
+  };
+  const auto queries_of = [&](int b) {
+    return p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.seqlen_q;
+  };
+  for (int mine = threadIdx.x; mine < p.batch; mine += kPassThreads) {
+    const int queries = queries_of(mine);
+    int rank = 0, first = 0;
+    for (int b = 0; b < p.batch; ++b) {
+      const int other = queries_of(b);
+      if (other < queries || (other == queries && b >= mine)) continue;
+      ++rank;
+      first += blocks_of(b);
+    }
+    work.sequences[rank] = mine;
+    work.first_blocks[rank] = first;
+    if (rank == p.batch - 1) work.first_blocks[p.batch] = first + blocks_of(mine);
+  }
+}
+
 // lse2 and -delta of every row, zeroed dQ sums and turns; zero gradients for packed rows past the
 // last sequence. One block a row block and head.
 template <class Tile, DType kDType>
@@ -136,6 +164,7 @@ __global__ void __launch_bounds__(kPassThreads)
     }
   }
   if (blockIdx.x == 0) {
+    rank_sequences<Tile>(args);
     if (threadIdx.x == 0) *args.work.next_task = 0;
     for (int i = threadIdx.x; i < BwdWorkspace::kJoins * args.shares.tasks; i += kPassThreads) {
       args.work.pieces_done[i] = 0;

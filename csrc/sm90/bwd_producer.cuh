@@ -198,6 +198,7 @@ __device__ __forceinline__ void bwd_draw(const BwdArgs& args, uint32_t smem, uin
   }
   ptx::fence_proxy_async_shared();
   __syncwarp();
+  if (args.work.sequences) ptx::griddep_wait();  // in the order that the pre-pass works out
   int index = 0;
   bool second = false;
   for (RingPlace tasks;; tasks.next()) {

@@ -64,6 +64,12 @@ struct BwdWorkspace {
   // each, (rows, num_heads_kv * splits, head_dim) in the tensors' type.
   void *dk_parts = nullptr, *dv_parts = nullptr;
 
+  // Packed keys of not too many sequences, where that order is the faster one (so not for wide
+  // heads): those with most queries first, and how many KV blocks come before each of them, and
+  // before the end.
+  int *sequences = nullptr, *first_blocks = nullptr;
+  static constexpr int kMostSequences = 32;
+
   int* next_task = nullptr;  // wide heads: the first that no cluster has drawn
   int* zeroed =
       nullptr;           // of each section (dense batches): tasks that have zeroed their part of it
@@ -109,6 +115,11 @@ struct BwdWorkspace {
     lse2 = reinterpret_cast<float*>(take(rows * sizeof(float)));
     delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
     dq = reinterpret_cast<float*>(take(rows * head_dim * sizeof(float)));
+    if (p.cu_seqlens_k && p.batch <= kMostSequences && head_dim <= 128 &&
+        (params.deterministic || p.window_right == kUnbounded)) {
+      sequences = reinterpret_cast<int*>(take(p.batch * sizeof(int)));
+      first_blocks = reinterpret_cast<int*>(take((p.batch + 1) * sizeof(int)));
+    }
     next_task = reinterpret_cast<int*>(take(sizeof(int)));
     zeroed = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));
     added = reinterpret_cast<int*>(take(max_sections(p, splits) * sizeof(int)));

@@ -272,20 +272,45 @@ struct BwdSteps {
   }
 };
 
-// Which sequence of a packed batch a block belongs to, where sequence b starts at block
-// cu_seqlens[b] / block + b: the last b whose start is not beyond it.
-__device__ __forceinline__ int sequence_of_block(const int* cu_seqlens, int batch, int64_t index,
-                                                 int block) {
-  int low = 0, high = batch - 1;
+// The last i < count for which value_of(i), which does not fall, is not beyond `index`.
+template <class Value>
+__device__ __forceinline__ int last_at_most(int count, int64_t index, const Value& value_of) {
+  int low = 0, high = count - 1;
   while (low < high) {
     const int mid = (low + high + 1) / 2;
-    if (cu_seqlens[mid] / block + mid <= index) {
+    if (value_of(mid) <= index) {
       low = mid;
     } else {
       high = mid - 1;
     }
   }
   return low;
+}
+
+// Which sequence of a packed batch a block belongs to, where sequence b starts at block
+// cu_seqlens[b] / block + b.
+__device__ __forceinline__ int sequence_of_block(const int* cu_seqlens, int batch, int64_t index,
+                                                 int block) {
+  return last_at_most(batch, index, [&](int b) { return cu_seqlens[b] / block + b; });
+}
+
+// The sequence of a KV block of a packed batch, in the order in which blocks are drawn, and the
+// block's place in it; behind its end if it is a spare one. `falling`: from high keys to low.
+template <class Tile>
+__device__ __forceinline__ int packed_kv_block(const BwdArgs& args, int& kv_block, bool falling) {
+  const FwdParams& p = args.params.fwd;
+  const BwdWorkspace& work = args.work;
+  if (BwdTask<Tile>::kNarrow && work.sequences) {
+    const int rank = last_at_most(p.batch, kv_block, [&](int r) { return work.first_blocks[r]; });
+    kv_block -= work.first_blocks[rank];
+    const int last = work.first_blocks[rank + 1] - work.first_blocks[rank] - 1;
+    if (falling && kv_block <= last) kv_block = last - kv_block;
+    return work.sequences[rank];
+  }
+  if (falling) kv_block = args.kv_blocks - 1 - kv_block;
+  const int b = sequence_of_block(p.cu_seqlens_k, p.batch, kv_block, Tile::kBlockKV);
+  kv_block -= p.cu_seqlens_k[b] / Tile::kBlockKV + b;
+  return b;
 }
 
 // What is drawn as `index`: true, and `t` is a conversion, or the number of a task. Conversions of
@@ -367,14 +392,14 @@ __device__ __forceinline__ bool bwd_task(const BwdArgs& args, int index, bool se
 
   constexpr bool kNarrow = BwdTask<Tile>::kNarrow;
   t.down = section >= args.first_down;
-  if (args.params.deterministic && !t.down) kv_block = args.kv_blocks - 1 - kv_block;
+  const bool falling = args.params.deterministic && !t.down;
 
   int b, part;
   if (p.cu_seqlens_k) {
     part = bh;
-    b = sequence_of_block(p.cu_seqlens_k, p.batch, kv_block, Tile::kBlockKV);
-    kv_block -= p.cu_seqlens_k[b] / Tile::kBlockKV + b;
+    b = packed_kv_block<Tile>(args, kv_block, falling);
   } else {
+    if (falling) kv_block = args.kv_blocks - 1 - kv_block;
     if constexpr (Tile::kBiasStages > 0) {
       args.pair(bh, b, part);
     } else {
