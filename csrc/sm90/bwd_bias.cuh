@@ -55,21 +55,29 @@ __device__ __forceinline__ float* dbias_of(const BwdParams& params, int64_t bloc
          block_row;
 }
 
-// Of a bias with one row for all queries: a block's queries count as one.
+// dS of a thread's two keys, summed over its queries; those past the sequence have none.
 template <int kScores>
-__device__ __forceinline__ void add_dbias_of_keys(const float (&ds)[kScores], float* base,
-                                                  int64_t col_stride, const Mask& mask, int key) {
+__device__ __forceinline__ float2 sum_of_keys(const float (&ds)[kScores]) {
+  float2 sums = {0.0f, 0.0f};
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float sum = 0.0f;  // queries past the sequence have none
-#pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) sum += ds[4 * j + 2 * r] + ds[4 * j + 2 * r + 1];
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    if (key + 8 * r < mask.seqlen_kv && threadIdx.x % 4 == 0) {
-      atomicAdd(base + (key + 8 * r) * col_stride, sum);
-    }
+  for (int j = 0; j < kScores / 4; ++j) {
+    sums.x += ds[4 * j] + ds[4 * j + 1];
+    sums.y += ds[4 * j + 2] + ds[4 * j + 3];
   }
+  return sums;
+}
+
+// Of a bias with one row for all queries: those of a block, or of many, count as one.
+__device__ __forceinline__ void add_dbias_of_keys(float2 sums, float* base, int64_t col_stride,
+                                                  const Mask& mask, int key) {
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+    sums.x += __shfl_xor_sync(0xffffffff, sums.x, lanes);
+    sums.y += __shfl_xor_sync(0xffffffff, sums.y, lanes);
+  }
+  if (threadIdx.x % 4 != 0) return;
+  if (key < mask.seqlen_kv) atomicAdd(base + key * col_stride, sums.x);
+  if (key + 8 < mask.seqlen_kv) atomicAdd(base + (key + 8) * col_stride, sums.y);
 }
 
 // Adds dS to the gradient of the bias. One writer an element unless several scores share it. Of a
@@ -81,7 +89,7 @@ __device__ __forceinline__ void add_dbias(const float (&ds)[kScores], const BwdP
   float* const base = dbias_of(params, block_row, batch, head);
   const int64_t row = params.dbias_row_stride, col = params.dbias_col_stride;
   if (row == 0) {
-    add_dbias_of_keys(ds, base, col, mask, key);
+    add_dbias_of_keys(sum_of_keys(ds), base, col, mask, key);
   } else if (params.dbias_shared) {
     visit_scores<kScores>(base, row, col, mask, q, key,
                           [&](int i, float* at) { atomicAdd(at, ds[i]); });

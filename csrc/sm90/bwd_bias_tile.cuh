@@ -97,10 +97,11 @@ struct BwdBiasPart {
                ? __ldg(static_cast<const float*>(p.bias) + i)
                : ptx::to_float<kDType>(__ldg(static_cast<const uint16_t*>(p.bias) + i));
   }
-  // Both keys' values where all queries share one row.
+  // Both keys' values where all queries share one row, else 0.
   __device__ float2 key_bias() const {
     const FwdParams& p = args.params.fwd;
     float2 b = {0.0f, 0.0f};
+    if (args.bias_read != BiasAccess::kKeys) return b;
     const int64_t first =
         sequence * p.bias_batch_stride + head * p.bias_head_stride + key() * p.bias_col_stride;
     if (key() < mask.seqlen_kv) b.x = value(first);
@@ -119,8 +120,7 @@ struct BwdBiasPart {
     }
   }
   template <class Use>
-  __device__ void for_keys(const Use& use) const {
-    const float2 of_keys = args.bias_read == BiasAccess::kKeys ? key_bias() : float2{};
+  __device__ static void for_keys(float2 of_keys, const Use& use) {
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
       const float b[4] = {of_keys.x, of_keys.x, of_keys.y, of_keys.y};
@@ -156,9 +156,9 @@ struct BwdBiasPart {
     }
   }
 
-  // dS of a key for all queries.
-  __device__ void add_to_keys(const float (&ds)[kScores], int block) const {
-    add_dbias_of_keys(ds, dbias_of(args.params, args.dbias_block_stride * block, sequence, head),
+  // dS of both keys, summed over the thread's queries.
+  __device__ void add_to_keys(float2 sums, int block) const {
+    add_dbias_of_keys(sums, dbias_of(args.params, args.dbias_block_stride * block, sequence, head),
                       args.params.dbias_col_stride, mask, key());
   }
   // dS to where the copy engine takes it from.
@@ -221,7 +221,7 @@ struct BwdBias {
       part().for_tile(use);
       if (args.bias_write != BiasAccess::kTiles) ptx::mbarrier_arrive(bars().bias_empty(at.stage));
     } else {
-      part().for_keys(use);
+      part().for_keys(part().key_bias(), use);
     }
   }
   // dS to the gradient.
@@ -229,7 +229,8 @@ struct BwdBias {
     static_assert(Smem::kBiasBytes == 4 * Part::kPanelBytes);
     if (args.bias_write == BiasAccess::kNone) return;
     const Part mine = part();
-    if (args.bias_write == BiasAccess::kKeys) return mine.add_to_keys(ds, q0 / Tile::kBlockQ);
+    if (args.bias_write == BiasAccess::kKeys)
+      return mine.add_to_keys(sum_of_keys(ds), q0 / Tile::kBlockQ);
     // The others have read the bias there, and the copy engine the gradient of the step before.
     ptx::named_barrier_sync(kBiasTile + warpgroup, 128);
     mine.stage(ds);

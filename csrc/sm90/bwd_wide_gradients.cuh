@@ -14,6 +14,7 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1, kSharing> {
   using Base::bars, Base::lane, Base::warp, Base::kScores, Base::kDq, Base::kBias;
 
   float dk[Tile::kHeadDim / 2], dp[kScores];
+  float2 key_sums;  // where all queries share one row of bias: dS of the keys, of a query head
   uint32_t ds16[kScores / 8][4];  // A operand of dK, one row a k-step
 
   // Accumulators of dP^T start at -delta of their column.
@@ -71,11 +72,16 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1, kSharing> {
   }
 
   // The same by way of the staging buffer.
-  __device__ void stage_bias_gradient(int step, int q0, int group) const {
+  __device__ void stage_bias_gradient(int step, int q0, int group) {
     const BiasAccess access = args.base.bias_write;
     if (access == BiasAccess::kNone) return;
+    if (access == BiasAccess::kKeys) {
+      const float2 sums = sum_of_keys(dp);
+      key_sums.x += sums.x;
+      key_sums.y += sums.y;
+      return;
+    }
     const BwdBiasPart<kDType> part = this->bias_part(q0, group);
-    if (access == BiasAccess::kKeys) return part.add_to_keys(dp, q0 / Tile::kBlockQ);
     this->wait_staging();
     part.stage(dp);
     this->hand_to_store(step);
@@ -131,7 +137,15 @@ struct BwdWideGradients : BwdWideWarpgroup<Tile, kDType, 1, kSharing> {
       for (int n = 0; n < Tile::kHeadDim / 2; ++n) dk[n] = 0.0f;
 #pragma unroll 1
       for (BwdSteps at(*task); at.left > 0; at.next()) {
-        step(i++, at.q_block * Tile::kBlockQ, at.group);
+        const int q0 = at.q_block * Tile::kBlockQ, group = at.group;
+        if (at.q_block == at.begin) key_sums = {0.0f, 0.0f};
+        step(i++, q0, group);
+        if constexpr (kBias) {
+          const bool last = at.q_block + (at.begin > at.end ? -1 : 1) == at.end;
+          if (last && args.base.bias_write == BiasAccess::kKeys) {
+            this->bias_part(q0, group).add_to_keys(key_sums, at.q_block);
+          }
+        }
       }
     };
     const auto out = [&] {

@@ -71,8 +71,8 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0, kSharing> {
     if (p.bias) add_bias<kDType>(scores, p, task->mask, task->sequence, head, q, key);
   }
 
-  // With a tile of bias: products to scores.
-  __device__ void add_bias_tile(int step, int q0, int group) {
+  // With a tile of bias, or one `of_keys`: products to scores.
+  __device__ void add_bias_tile(int step, int q0, int group, float2 of_keys) {
     const BwdBiasPart<kDType> part = this->bias_part(q0, group);
     const auto add = [&](int j, const float (&b)[4]) {
 #pragma unroll
@@ -84,7 +84,7 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0, kSharing> {
       ptx::mbarrier_wait(bars().bias_full(), step & 1);
       part.for_tile(add);
     } else {
-      part.for_keys(add);
+      part.for_keys(of_keys, add);
     }
     if (!args.base.params.fwd.alibi_slopes) return;
     const float slope = part.slope();
@@ -138,12 +138,14 @@ struct BwdWideScores : BwdWideWarpgroup<Tile, kDType, 0, kSharing> {
   }
 
   __device__ void finish_scores(int step, int q0, int group, bool masked) {
+    float2 of_keys{};
+    if constexpr (kBias) of_keys = this->bias_part(q0, group).key_bias();
     load_lse(step);
     ptx::wgmma_wait_group<0>();
     ptx::pin(scores);
     this->release(bars().q_empty(step & 1));
     if constexpr (kBias) {
-      add_bias_tile(step, q0, group);
+      add_bias_tile(step, q0, group, of_keys);
     } else if constexpr (kGeneral) {
       modify_scores(q0, group);
     }
