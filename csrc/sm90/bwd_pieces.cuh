@@ -47,8 +47,8 @@ __device__ __forceinline__ void clear_sums(float (&... acc)[kCounts]) {
 
 // The threads of a group, kThreads that meet at a named barrier, leave their accumulators of a
 // piece in the workspace; `mine` is this thread's place in the first piece there is, one of the
-// threads `counts` the pieces that are `done`. True: this is the last one, and the accumulators
-// become the sums of all pieces, in their order, whoever that is.
+// threads `counts` the pieces that are `done`. If this is the last one, the accumulators become the
+// sums of all pieces, in their order, whoever that is.
 template <int kThreads, class Tile, int... kCounts>
 __device__ __forceinline__ void join_pieces(const BwdArgs& args, const BwdTask<Tile>& task,
                                             float4* mine, int* done, bool counts, bool& last,
