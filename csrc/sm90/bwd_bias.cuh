@@ -89,7 +89,18 @@ __device__ __forceinline__ void add_dbias(const float (&ds)[kScores], const BwdP
   float* const base = dbias_of(params, block_row, batch, head);
   const int64_t row = params.dbias_row_stride, col = params.dbias_col_stride;
   if (row == 0) {
-    add_dbias_of_keys(sum_of_keys(ds), base, col, mask, key);
+    // A key at a time, which takes the fewer registers.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = 0.0f;  // queries past the sequence have none
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) sum += ds[4 * j + 2 * r] + ds[4 * j + 2 * r + 1];
+      sum += __shfl_xor_sync(0xffffffff, sum, 1);
+      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      if (key + 8 * r < mask.seqlen_kv && threadIdx.x % 4 == 0) {
+        atomicAdd(base + (key + 8 * r) * col, sum);
+      }
+    }
   } else if (params.dbias_shared) {
     visit_scores<kScores>(base, row, col, mask, q, key,
                           [&](int i, float* at) { atomicAdd(at, ds[i]); });
