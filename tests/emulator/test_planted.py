@@ -47,13 +47,9 @@ UNOBSERVABLE = {
         for kind in ("parity", "mbarrier_wait")
     ),
     ("mbarrier_wait", "ptx::mbarrier_wait(smem.barrier(kNearEnd), tiles % 2);", _ANSWER),
-    # Looks whether the next K and V are there, and does not wait: where both are, the wrong phase
-    # has the kernel wait as well. One alone is there for a moment that no schedule here meets.
-    (
-        "parity",
-        "const bool k = smem.k_ring().is_full(blocks + 1), v = smem.v_ring().is_full(blocks + 1);",
-        "is_next_full = k && v;",
-    ),
+    # The forward looks whether the next K and V are there, and does not wait: where both are, the
+    # wrong phase has it wait as well. One alone is there for a moment that no schedule here meets.
+    ("parity", "return ptx::mbarrier_test(full(count), phase(count));", "}"),
 }
 
 
