@@ -14,6 +14,7 @@
 #include "common/scheduler.cuh"
 #include "common/score_mod.cuh"
 #include "common/softmax.cuh"
+#include "ptx/global.h"
 #include "sm80/fwd_tile.h"
 #include "sm80/tile_io.cuh"
 
@@ -410,7 +411,7 @@ struct FwdBlock {
         if (chunk * 8 >= p.head_dim_v) continue;
         uint32_t v[4] = {0, 0, 0, 0};
         if (q < seq.seqlen_q) ptx::load_shared_16(v, smem + SmemV::offset(row, chunk));
-        *reinterpret_cast<uint4*>(gmem + chunk * 8) = make_uint4(v[0], v[1], v[2], v[3]);
+        ptx::store_global_16(gmem + chunk * 8, v);
       }
     }
   }
