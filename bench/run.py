@@ -61,7 +61,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--soak", type=float, default=0.0, metavar="SECONDS", help="also back to back, so long each"
     )
     add("--soak-turns", type=int, default=4, help="that the time is cut into (default: 4)")
-    add("--soak-filter", default="", metavar="REGEX", help="soak only cases whose key matches")
+    add(
+        "--soak-filter",
+        default="",
+        metavar="REGEX",
+        help="soak only cases whose key, a space and the pass (`... causal fwd`) match",
+    )
     add("--rounds", type=int, help="samples of each (default 15, on a CPU 7)")
     add(
         "--budget-seconds",

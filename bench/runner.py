@@ -52,7 +52,7 @@ class Settings:
     budget_seconds: float = 0.0  # 0: no limit
     soak_seconds: float = 0.0  # of each backend, in all turns together
     soak_turns: int = 4
-    soak_filter: str = ""  # only cases whose key matches are soaked
+    soak_filter: str = ""  # only cases are soaked whose key and pass ("... fwd") match
     timer: str | None = None  # overrides the cases'
     seed: int = 0
     derive: bool = True
@@ -257,7 +257,7 @@ class Runner:
             for case, entry, one in measured:
                 fill_in(entry, case, name, one)
                 entry["telemetry"] = readings
-            hot = [m for m in measured if re.search(settings.soak_filter, m.case.key)]
+            hot = [m for m in measured if re.search(settings.soak_filter, f"{m.case.key} {name}")]
             if settings.soak_seconds and hot:
                 self._soak(name, hot)
         except Exception as failure:  # nobody can say whose call it was

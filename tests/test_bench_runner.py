@@ -168,13 +168,13 @@ def test_everyone_is_soaked_first_in_turn_and_only_where_asked(
         return 1.0, 0.0, 0.0
 
     monkeypatch.setattr(bench.runner, "soak", fake)
-    cases = [case_of(seqlen=n, passes=["fwd"]) for n in (16, 24, 32, 48)]
-    asked = settings(soak_seconds=1.0, soak_turns=2, soak_filter="b2 (16|32|48) ")
+    cases = [case_of(seqlen=n, passes=["fwd", "bwd"]) for n in (16, 24, 32, 48)]
+    asked = settings(soak_seconds=1.0, soak_turns=2, soak_filter="b2 (16|32|48) .*fwd$")
     contestants: list[Backend] = [Plain(name) for name in ("a", "b", "c")]
     report = run_suites([suite(*cases)], contestants, {}, asked, print)
     assert "".join(order) == "abcbca" + "cabcba" + "acbbac"
-    cold = {e["key"] for e in report["results"] if "soak" not in e}
-    assert cold == {cases[1].key}
+    hot = {(e["key"], e["pass"]) for e in report["results"] if "soak" in e}
+    assert hot == {(case.key, "fwd") for case in cases if case is not cases[1]}
 
 
 def test_ctrl_c_ends_the_run_but_keeps_what_was_measured() -> None:
