@@ -7,8 +7,8 @@
 // enough. P is converted while the vote on the sums runs; the few blocks that are repaired do it
 // again.
 //
-// V of a block has the turn of the K block after it, beside which it is multiplied: then both have
-// the same stage and phase, and every warp releases both.
+// V of a block has the turn of the K block after it, beside which it is multiplied: the two share
+// a stage's barriers. A tile of n blocks is n + 1 turns: the first has only K, the last only V.
 #pragma once
 
 #include "sm90/fwd_kernel.cuh"
@@ -18,25 +18,19 @@ namespace flash_cuda::sm90 {
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::release_turn(uint32_t turn) {
   __syncwarp();
-  if (lane() == 0) {
-    ptx::mbarrier_arrive(smem.k_ring().empty(turn));
-    ptx::mbarrier_arrive(smem.v_ring().empty(turn));
-  }
+  if (lane() == 0) ptx::mbarrier_arrive(smem.k_ring().empty(turn));
 }
 
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::look_ahead() {
-  const bool k = smem.k_ring().is_full(blocks + 1), v = smem.v_ring().is_full(blocks + 1);
-  is_next_full = k && v;
+  is_next_full = smem.k_ring().is_full(blocks + 1);
 }
 
 template <class Tile, DType kDType>
 template <bool kExact>
 __device__ __forceinline__ bool Consumer<Tile, kDType>::consume_ahead(int kv_block, bool masked) {
-  const bool is_full = is_next_full;
-  if (!is_full) wait_k();
+  if (!is_next_full) wait_k();
   issue_qk();
-  if (!is_full) wait_v(blocks);
   issue_pv(blocks);
   // Under S. This turn's K may be read again by a repair, its V is read until wait_pv().
   if (Tile::kReleasesLate) release_turn(blocks - 1);

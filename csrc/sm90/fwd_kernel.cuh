@@ -64,7 +64,7 @@ struct Consumer {
   uint32_t p[kStepsPV][4];  // probabilities as wgmma A fragments
   SoftmaxRows rows;
   // Counted from the start of the kernel; stages and phases follow. O += P V
-  // takes the V block before the K block in turn.
+  // takes the V block before the K block in turn. Tile::kLooksAhead: of turns, see fwd_ahead.cuh.
   uint32_t tiles = 0, blocks = 0;
   bool is_next_full = false;  // Tile::kLooksAhead: the next K and V block were seen to be there
 
@@ -160,13 +160,11 @@ struct Consumer {
     if (lane() == 0) ptx::mbarrier_arrive(smem.k_ring().empty(blocks));
   }
   __device__ __forceinline__ void release_v(uint32_t block) {
-    if (Tile::kLooksAhead ? lane() == 0 : thread == 0) {
-      ptx::mbarrier_arrive(smem.v_ring().empty(block));
-    }
+    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(block));
   }
   __device__ __forceinline__ void wait_k() { smem.k_ring().wait_full(blocks); }
   __device__ __forceinline__ void wait_v(uint32_t block) { smem.v_ring().wait_full(block); }
-  // Tile::kLooksAhead: K and V of a turn; looks whether those of the next one are there.
+  // Tile::kLooksAhead: K and V of a turn; looks whether the next one's are there.
   __device__ __forceinline__ void release_turn(uint32_t turn);
   __device__ __forceinline__ void look_ahead();
   // Passes over K and V blocks that only other warpgroups need.
@@ -174,11 +172,7 @@ struct Consumer {
     for (int i = 0; i < count; ++i) {
       wait_k();
       if constexpr (Tile::kLooksAhead) {
-        // V of the block before, or, where that one is released by now, of this block.
-        const uint32_t v_turn = Tile::kReleasesLate ? blocks : blocks + 1;
-        wait_v(v_turn);
-        release_k();
-        release_v(v_turn);
+        release_turn(blocks);
       } else {
         release_k();
       }
@@ -430,7 +424,11 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::first_block(const FwdWal
   pass_turn();
   ptx::wgmma_wait_group<0>();
   ptx::pin(s);
-  if (!Tile::kReleasesLate) release_k();
+  if constexpr (!Tile::kLooksAhead) {
+    release_k();
+  } else if constexpr (!Tile::kReleasesLate) {
+    release_turn(blocks);
+  }
   rows.reset();
   float unused[2];
   if constexpr (Tile::has(kGeneral)) {
@@ -487,10 +485,11 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::finish_tile(const FwdWal
   issue_pv(v_turn);
   end_rows(ends);
   wait_pv();
-  if constexpr (Tile::kReleasesLate) {
-    release_turn(last);
+  if constexpr (Tile::kLooksAhead) {
+    if (Tile::kReleasesLate) release_turn(last);
+    release_turn(v_turn);
+    ++blocks;
   } else {
-    if (Tile::kLooksAhead) __syncwarp();
     release_v(v_turn);
   }
   skip_k(walk.skip_left);

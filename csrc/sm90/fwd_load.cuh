@@ -54,7 +54,8 @@ struct FwdSmem {
   using WorkRing = RingBarriers<kWorkSlots>;
   using QRing = RingBarriers<1>;
   static constexpr int kKAt = Tile::kSmemBarriers;
-  static constexpr int kVAt = kKAt + Ring::kBytes;
+  // Where Tile::kLooksAhead, what has the same turn has the same barriers.
+  static constexpr int kVAt = Tile::kLooksAhead ? kKAt : kKAt + Ring::kBytes;
   static constexpr int kWorkBarriersAt = kVAt + Ring::kBytes;
   static constexpr int kQAt = kWorkBarriersAt + WorkRing::kBytes;
   static constexpr int kDrawAt = kQAt + QRing::kBytes * Tile::kWarpgroups;
@@ -91,10 +92,9 @@ struct FwdSmem {
 
 template <class Tile>
 __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
-  // K is released by every warp after its own check of the sums, V by every warpgroup, or together
-  // with K.
+  // K, or a turn, is released by every warp after its own check of the sums, V by every warpgroup.
   smem.k_ring().init(1, 4 * Tile::kWarpgroups);
-  smem.v_ring().init(1, (Tile::kLooksAhead ? 4 : 1) * Tile::kWarpgroups);
+  if (!Tile::kLooksAhead) smem.v_ring().init(1, Tile::kWarpgroups);
   const int readers = Tile::kStoresApart ? Tile::kWarpgroups : Tile::kLoadsQApart ? 1 : 0;
   smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1 + readers);
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
@@ -104,10 +104,6 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   }
   ptx::mbarrier_init(smem.draw_barrier(), 1);
   if (Tile::has(kGeneral)) smem.bias_ring().init(1, 4 * Tile::kWarpgroups);
-  // V of a block has the turn of the K after it, so the first turn is no block's.
-  if (Tile::kLooksAhead && !Tile::kReleasesLate) {
-    for (int i = 0; i < 4 * Tile::kWarpgroups; ++i) ptx::mbarrier_arrive(smem.v_ring().empty(0));
-  }
   ptx::fence_mbarrier_init();
 }
 
@@ -267,11 +263,8 @@ struct Loader {
   const FwdArgs& args;
   uint32_t k_count = 0, v_count = 0, bias_count = 0, tiles = 0;
 
-  __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
-    const auto ring = smem.k_ring();
-    ring.wait_empty(k_count);
-    const uint32_t full = ring.full(k_count), dst = smem.k(k_count);
-    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
+  __device__ __forceinline__ void copy_k(int kv_block, const MapRows& rows, uint32_t full) {
+    const uint32_t dst = smem.k(k_count);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
       load_rows<kMayClip>(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
@@ -280,11 +273,8 @@ struct Loader {
     }
     ++k_count;
   }
-  __device__ __forceinline__ void load_v(int kv_block, const MapRows& rows) {
-    const auto ring = smem.v_ring();
-    ring.wait_empty(v_count);
-    const uint32_t full = ring.full(v_count), dst = smem.v(v_count);
-    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
+  __device__ __forceinline__ void copy_v(int kv_block, const MapRows& rows, uint32_t full) {
+    const uint32_t dst = smem.v(v_count);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
       load_rows<kMayClip>(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
@@ -292,6 +282,37 @@ struct Loader {
                           ptx::kEvictLast);
     }
     ++v_count;
+  }
+  __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
+    const auto ring = smem.k_ring();
+    const uint32_t full = ring.full(k_count);
+    ring.wait_empty(k_count);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
+    copy_k(kv_block, rows, full);
+    // A tile's first K has its turn for itself, as has its last V.
+    if (Tile::kLooksAhead) ++v_count;
+  }
+  __device__ __forceinline__ void load_v(int kv_block, const MapRows& rows) {
+    const auto ring = smem.v_ring();
+    const uint32_t full = ring.full(v_count);
+    ring.wait_empty(v_count);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
+    copy_v(kv_block, rows, full);
+    if (Tile::kLooksAhead) ++k_count;
+  }
+  // K of a block and V of the one after it.
+  __device__ __forceinline__ void load_turn(int kv_block, const MapRows& rows) {
+    if (!Tile::kLooksAhead) {
+      load_k(kv_block, rows);
+      load_v(kv_block + 1, rows);
+      return;
+    }
+    const auto ring = smem.k_ring();
+    const uint32_t full = ring.full(k_count);
+    ring.wait_empty(k_count);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK + Tile::kStageBytesV);
+    copy_k(kv_block, rows, full);
+    copy_v(kv_block + 1, rows, full);
   }
   // General variant, where the map serves. A row for all queries is copied once.
   __device__ __forceinline__ void load_bias(const FwdWork& w, int kv_block) {
@@ -347,10 +368,6 @@ struct Loader {
   }
 
   __device__ __forceinline__ void run() {
-    if (Tile::kLooksAhead) {
-      ptx::mbarrier_arrive(smem.v_ring().full(v_count));
-      ++v_count;
-    }
     const FwdParams& p = args.params;
     const auto work_ring = smem.work_ring();
     const int group = p.num_heads_q / p.num_heads_kv;
@@ -374,8 +391,7 @@ struct Loader {
 #pragma unroll 1
       for (int kv_block = end - 2; kv_block >= begin; --kv_block) {
         if (kv_block == begin) ptx::mbarrier_arrive(smem.draw_barrier());
-        load_k(kv_block, kv);
-        load_v(kv_block + 1, kv);
+        load_turn(kv_block, kv);
         load_bias(w, kv_block);
       }
       if (!empty) load_v(begin, kv);
