@@ -137,6 +137,26 @@ def test_rows_that_fill_several_rounds(case: AttentionCase, backend: Backend) ->
     check(case, backend)
 
 
+@with_cases(
+    # Head dim 64 has tiles of 256 rows, 128 of 128 and 192. On four emulated SMs.
+    grid(AttentionCase(rows=(60,), keys=(70,), heads=3, heads_kv=1), head_dim=(64, 128), **CAUSAL),
+    grid(AttentionCase(rows=(130,), keys=(140,)), window_right=(-1, 0), window_left=(-1, 20)),
+    grid(AttentionCase(rows=(260,), keys=(50,), heads=4)),
+    grid(AttentionCase(rows=(60,), keys=(40,), heads=9, heads_kv=3, head_dim=128, spread=8.0)),
+    grid(AttentionCase(rows=(270,), keys=(30,), heads=4, head_dim=128)),
+    # On a device.
+    grid(
+        AttentionCase(rows=(270,) * 40, keys=(300,) * 40, heads=4, head_dim=128, spread=8.0),
+        dtype=("bfloat16", "float16"),
+        **CAUSAL,
+    ),
+    grid(AttentionCase(rows=(1030,) * 9, keys=(1040,) * 9, heads=8, head_dim=128), **CAUSAL),
+)
+def test_tiles_with_room_for_more_rows(case: AttentionCase, backend: Backend) -> None:
+    """Warpgroups that have no rows in a tile, but in the tiles before and after it."""
+    check(case, backend)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_equal_inputs_give_equal_bits(dtype: torch.dtype, backend: Backend) -> None:
     q, k, v = (torch.randn(2, 77, 4, 64).to(dtype).to(backend.device) for _ in range(3))

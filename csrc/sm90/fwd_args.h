@@ -11,6 +11,10 @@ namespace flash_cuda::sm90 {
 struct FwdArgs : FwdTileArgs {
   int counter = 0;       // index of the tile counter of this launch
   float scale_log2 = 0;  // what the main loop multiplies scores with
+  // Full calls: Q blocks from `tall_tiles` on are of a warpgroup fewer, and come last. Below a
+  // diagonal the first Q block, which sees fewest keys, has `missing_rows` fewer, whole warpgroups.
+  bool lowest_last = false;
+  int tall_tiles = kUnbounded, missing_rows = 0;
   CUtensorMap bias_map;
   int bias_rows = 0;  // of a box: 64; 1 where all queries share a row; 0: the map does not serve
 };

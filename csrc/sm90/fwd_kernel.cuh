@@ -66,6 +66,7 @@ struct Consumer {
   // Counted from the start of the kernel; stages and phases follow. O += P V
   // takes the V block before the K block in turn. Tile::kLooksAhead: of turns, see fwd_ahead.cuh.
   uint32_t tiles = 0, blocks = 0;
+  int next_turn = 0;  // kRagged: barrier of the warpgroup that has its turn next, in this tile
   bool is_next_full = false;  // Tile::kLooksAhead: the next K and V block were seen to be there
 
   // Dense: what is the same for all tiles comes from the arguments.
@@ -200,7 +201,7 @@ struct Consumer {
   __device__ __forceinline__ void pass_turn() {
     if constexpr (Tile::has(kPingPong)) {
       const int next = warpgroup == Tile::kWarpgroups - 1 ? 0 : warpgroup + 1;
-      ptx::named_barrier_arrive(kTurn + next, 256);
+      ptx::named_barrier_arrive(Tile::has(kRagged) ? next_turn : kTurn + next, 256);
     }
   }
 
@@ -295,7 +296,7 @@ struct Consumer {
   }
   // First row of this warpgroup, and of this lane.
   __device__ __forceinline__ int own_row() const {
-    return work().q_block * Tile::kBlockQ + 64 * warpgroup;
+    return tile_row<Tile>(args, work().q_block) + 64 * warpgroup;
   }
   __device__ __forceinline__ int lane_row() const { return own_row() + warp_row() + lane() / 4; }
 
@@ -326,6 +327,7 @@ struct Consumer {
   __device__ __forceinline__ void finish_tile(const FwdWalk& walk);
   __device__ __forceinline__ void store_tile(const RowEnd (&ends)[2]);
   __device__ __forceinline__ void store_empty();
+  __device__ __forceinline__ void pass_over(const FwdWalk& walk);
   __device__ __forceinline__ void run();
 };
 

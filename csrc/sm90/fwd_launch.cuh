@@ -4,6 +4,7 @@
 #include "common/launch.h"
 #include "common/log2.h"
 #include "sm90/fwd.h"
+#include "sm90/fwd_heights.h"
 #include "sm90/fwd_store.cuh"
 #include "sm90/fwd_variants.h"
 #include "sm90/tile_counter.h"
@@ -17,11 +18,11 @@ inline bool has_diagonal(const FwdParams& p) {
 // Below a diagonal of fewer tiles the last sections are walked as one, so that a launch ends with
 // short tiles; with more, sections are larger.
 constexpr int kManyQBlocks = 16, kJoinedSections = 3;
+// The same where a head ends with lower tiles.
+constexpr int kJoinedLow = 2;
 
-// (batch, head) pairs that are walked together, whole groups: their tiles fill the device once, or
-// twice where they differ much in length.
-inline int section_that_fills(const FwdParams& p, int q_blocks) {
-  const int waves = has_diagonal(p) && q_blocks >= kManyQBlocks ? 2 : 1;
+// (batch, head) pairs that are walked together, whole groups: their tiles fill the device so often.
+inline int section_that_fills(const FwdParams& p, int q_blocks, int waves) {
   const int group = p.num_heads_q / p.num_heads_kv;
   const int pairs = waves * p.num_sms / max_of(q_blocks, 1);
   return max_of(ceil_div(pairs, group), 1) * group;
@@ -48,26 +49,47 @@ inline void set_bias_map(FwdArgs& args, int panels) {
       args.bias_rows);
 }
 
-template <class Tile>
-FwdArgs make_args(const FwdParams& p, cudaStream_t stream) {
-  constexpr FwdBoxes kBoxes{Tile::kBlockQ, Tile::kPanelCols, 64, Tile::kBlockKV, 64};
-  FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream), {}};
-  args.section = section_that_fills(p, args.q_blocks);
-  if (has_diagonal(p) && args.q_blocks < kManyQBlocks) {
-    const int sections = ceil_div(p.batch * p.num_heads_q, args.section);
-    args.joined_from = max_of(sections - kJoinedSections, 0) * args.section;
+inline void join_last_sections(FwdArgs& args, int count) {
+  const int sections = ceil_div(args.params.batch * args.params.num_heads_q, args.section);
+  args.joined_from = max_of(sections - count, 0) * args.section;
+}
+
+// Where rows are no multiple of a tile's, and where `tall_tiles` says so: low tiles, see FwdArgs.
+inline void shift_rows(FwdArgs& args, bool full, int tall_tiles, int block_q) {
+  const FwdParams& p = args.params;
+  if (!full) {
+    args.missing_rows = args.q_blocks * block_q - ceil_div(p.seqlen_q, 64) * 64;
+    return;
   }
+  args.lowest_last = p.seqlen_q % block_q != 0 || tall_tiles < args.q_blocks;
+  if (tall_tiles >= args.q_blocks) return;
+  args.tall_tiles = tall_tiles;
+  args.q_blocks = tall_tiles + ceil_div(p.seqlen_q - tall_tiles * block_q, block_q - 64);
+  args.num_tiles = args.q_blocks * p.batch * p.num_heads_q;
+}
+
+template <class Tile>
+FwdArgs make_args(const FwdParams& p, cudaStream_t stream, int tall_tiles) {
+  constexpr FwdBoxes kBoxes{Tile::kBlockQ, Tile::kPanelCols, 64, Tile::kBlockKV, 64};
+  FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream)};
+  const bool full = !has_diagonal(p);
+  if (Tile::kShiftsRows) shift_rows(args, full, tall_tiles, Tile::kBlockQ);
+  // Tiles that differ much in length.
+  const bool uneven = !full && args.q_blocks >= kManyQBlocks + Tile::kShiftsRows;
+  args.section = section_that_fills(p, args.q_blocks, uneven ? 2 : 1);
+  if (!full && (!uneven || Tile::kShiftsRows)) join_last_sections(args, kJoinedSections);
+  if (args.lowest_last) join_last_sections(args, kJoinedLow);
   args.scale_log2 = p.softmax_scale * kLog2e;
   if (Tile::has(kGeneral)) set_bias_map(args, Tile::kBiasPanels);
   return args;
 }
 
 template <class Tile, DType kDType>
-void launch_tile(const FwdParams& p, cudaStream_t stream) {
+void launch_tile(const FwdParams& p, cudaStream_t stream, int tall_tiles = kUnbounded) {
   static std::atomic<uint64_t> smem_allowed{0};
   auto* kernel = fwd_kernel<Tile, kDType>;
   allow_dynamic_smem(kernel, Tile::kSmemBytes, smem_allowed);
-  const FwdArgs args = make_args<Tile>(p, stream);
+  const FwdArgs args = make_args<Tile>(p, stream, tall_tiles);
   if (args.num_tiles == 0) return;
   const int blocks = min_of(p.num_sms, args.num_tiles);
   LaunchShape shape{dim3(blocks), Tile::kThreads, Tile::kSmemBytes};
@@ -99,10 +121,26 @@ inline bool is_packed(const FwdParams& p) {
   return p.cu_seqlens_q && p.cu_seqlens_k && !p.seqused_q && !p.seqused_k && p.attention_chunk == 0;
 }
 
+// Whether a warpgroup has no rows in the last tile of a head.
+template <class Tile>
+bool leaves_idle(const FwdParams& p) {
+  return p.seqlen_q % Tile::kBlockQ != 0 && p.seqlen_q % Tile::kBlockQ <= Tile::kBlockQ - 64;
+}
+
 template <class Tile, DType kDType>
 void launch_plain(const FwdParams& p, cudaStream_t stream) {
-  if (is_dense(p)) return launch_tile<typename Tile::template With<kDense>, kDType>(p, stream);
-  if (is_packed(p)) return launch_tile<typename Tile::template With<kPacked>, kDType>(p, stream);
+  // With turns the code for idle warpgroups costs more than it gains where all rows are in use.
+  if (is_dense(p)) {
+    using Dense = typename Tile::template With<kDense>;
+    if constexpr (Tile::kLooksAhead) {
+      using Ragged = typename Tile::template With<kDense | kRagged>;
+      if (leaves_idle<Tile>(p)) return launch_tile<Ragged, kDType>(p, stream);
+    }
+    return launch_tile<Dense, kDType>(p, stream);
+  }
+  if (is_packed(p)) {
+    return launch_tile<typename Tile::template With<kPacked | kRagged>, kDType>(p, stream);
+  }
   launch_tile<Tile, kDType>(p, stream);
 }
 
@@ -113,19 +151,29 @@ inline bool is_general_long(const FwdParams& p) {
   return !p.bias || (p.bias_dtype != DType::kFloat32 && bias_map_serves(p));
 }
 
-// How often all SMs take a tile, and how long one of Tall's takes beside one of Long's.
-template <class Tile>
-int rounds(const FwdParams& p) {
-  return ceil_div(ceil_div(p.seqlen_q, Tile::kBlockQ) * p.batch * p.num_heads_q, p.num_sms);
-}
-constexpr double kTallTime = 1.45;
+// Beside a tile of Long.
+constexpr TileTimes kLongTimes{1.0, 1.0, 1.0}, kTallTimes{1.45, 1.12, 0.88};
 
+// How many tiles of a head are of all of Tall's warpgroups, if Tall is not behind Long; or -1.
 template <class Variants>
-bool takes_tall(const FwdParams& p) {
+int tall_tiles(const FwdParams& p) {
   using Tall = typename Variants::Tall;
   using Long = typename Variants::Long;
-  return Tall::kBlockQ > Long::kBlockQ && is_dense(p) && !has_diagonal(p) &&
-         rounds<Tall>(p) * kTallTime <= rounds<Long>(p);
+  if (Tall::kBlockQ == Long::kBlockQ || !is_dense(p) || has_diagonal(p)) return -1;
+  const int64_t heads = int64_t(p.batch) * p.num_heads_q;
+  const Heights tall = best_heights<Tall::kWarpgroups>(p.seqlen_q, heads, p.num_sms, kTallTimes);
+  const Heights others = best_heights<Long::kWarpgroups>(p.seqlen_q, heads, p.num_sms, kLongTimes);
+  return tall.time <= others.time ? tall.tall : -1;
+}
+
+// Below a diagonal without a window. The longest tiles come first, and one of TallDiagonal's takes
+// half as long again, so there must be others that follow.
+template <class Variants>
+bool takes_tall_diagonal(const FwdParams& p) {
+  using Tall = typename Variants::TallDiagonal;
+  const int64_t tiles = int64_t(ceil_div(p.seqlen_q, Tall::kBlockQ)) * p.batch * p.num_heads_q;
+  return Tall::kBlockQ > Variants::Diagonal::kBlockQ && is_dense(p) &&
+         p.window_left >= kUnbounded && tiles >= 2 * p.num_sms;
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV>
@@ -138,9 +186,14 @@ void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   if (keys_of_a_row(p) <= Variants::kShortKeys) {
     return launch_plain<typename Variants::Short, kDType>(p, stream);
   }
-  if (has_diagonal(p)) return launch_plain<typename Variants::Diagonal, kDType>(p, stream);
-  if (takes_tall<Variants>(p)) {
-    return launch_tile<typename Variants::Tall::template With<kDense>, kDType>(p, stream);
+  if (has_diagonal(p)) {
+    if (takes_tall_diagonal<Variants>(p)) {
+      return launch_tile<typename Variants::TallDiagonal, kDType>(p, stream);
+    }
+    return launch_plain<typename Variants::Diagonal, kDType>(p, stream);
+  }
+  if (const int tall = tall_tiles<Variants>(p); tall >= 0) {
+    return launch_tile<typename Variants::Tall, kDType>(p, stream, tall);
   }
   launch_plain<typename Variants::Long, kDType>(p, stream);
 }

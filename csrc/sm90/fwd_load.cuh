@@ -107,15 +107,39 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   ptx::fence_mbarrier_init();
 }
 
+// First row of a tile.
+template <class Tile>
+__device__ __forceinline__ int tile_row(const FwdArgs& args, int q_block) {
+  const int row = q_block * Tile::kBlockQ;
+  if (!Tile::kShiftsRows) return row;
+  if (Tile::has(kTrimBlocks)) return max(row - args.missing_rows, 0);
+  return row - 64 * max(q_block - args.tall_tiles, 0);
+}
+
+// Who takes part in a tile: the first warpgroup, at least.
+template <class Tile>
+__device__ __forceinline__ int warpgroups_with_rows(const FwdArgs& args, const FwdWork& work) {
+  constexpr int kAll = Tile::kWarpgroups;
+  if (!Tile::has(kRagged)) return kAll;
+  int count = ceil_div(work.seqlen_q_slot - tile_row<Tile>(args, work.q_block), 64);
+  if (Tile::kShiftsRows && Tile::has(kTrimBlocks)) {
+    if (work.q_block == 0) count = kAll - args.missing_rows / 64;
+  } else if (Tile::kShiftsRows && work.q_block >= args.tall_tiles) {
+    count = min(count, kAll - 1);
+  }
+  return min(count, kAll);
+}
+
 // Says in `slot` what the work is and which blocks each warpgroup (any of them, if all do the same)
 // walks.
 template <class Tile>
-__device__ __forceinline__ void fill_slot(FwdSlot<Tile>& slot, const FwdParams& params,
+__device__ __forceinline__ void fill_slot(FwdSlot<Tile>& slot, const FwdArgs& args,
                                           const FwdWork& work) {
+  const FwdParams& params = args.params;
   slot.work = work;
   const Mask mask = Mask::make(params, work.seqlen_q, work.seqlen_kv);
   const bool all_exact = Tile::has(kGeneral) || params.strict;
-  const int q_begin = work.q_block * Tile::kBlockQ;
+  const int q_begin = tile_row<Tile>(args, work.q_block);
   const BlockRange all = mask.kv_blocks(q_begin, Tile::kBlockQ, Tile::kBlockKV);
   slot.kv_begin = all.begin;
   slot.kv_end = all.end;
@@ -142,10 +166,10 @@ __device__ __forceinline__ void fill_slot(FwdSlot<Tile>& slot, const FwdParams& 
 }
 
 template <class Tile>
-__device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, const FwdParams& params,
+__device__ __forceinline__ void publish(const FwdSmem<Tile>& smem, const FwdArgs& args,
                                         uint32_t count, const FwdWork& work) {
   const auto ring = smem.work_ring();
-  fill_slot<Tile>(smem.slot(count), params, work);
+  fill_slot<Tile>(smem.slot(count), args, work);
   ptx::mbarrier_arrive(ring.full(count));
 }
 
@@ -176,7 +200,9 @@ __device__ __forceinline__ int draw_in_time(const FwdSmem<Tile>& smem, const Fwd
 }
 
 __device__ __forceinline__ FwdWork dense_work(const FwdArgs& args, int index) {
-  return dense_work(args.params, args.q_blocks, args.section, index, args.joined_from);
+  FwdWork work = dense_work(args.params, args.q_blocks, args.section, index, args.joined_from);
+  if (args.lowest_last) work.q_block = args.q_blocks - 1 - work.q_block;
+  return work;
 }
 
 // Draws tiles and publishes them; one thread.
@@ -185,7 +211,7 @@ __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const 
   const int num_tiles = args.num_tiles;
   uint32_t tiles = 0;
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
-    publish(smem, args.params, tiles, dense_work(args, index));
+    publish(smem, args, tiles, dense_work(args, index));
     index = draw_in_time(smem, args, num_tiles, tiles);
   }
   publish_end(smem, tiles);
@@ -200,7 +226,7 @@ __device__ __forceinline__ void schedule_packed(const FwdSmem<Tile>& smem, const
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
     const FwdWork work = packed.find(index);
     if (packed.lane == 0) {
-      publish(smem, args.params, tiles, work);
+      publish(smem, args, tiles, work);
       index = draw_in_time(smem, args, num_tiles, tiles);
     }
     index = __shfl_sync(~0u, index, 0);
@@ -262,7 +288,13 @@ struct Loader {
   const FwdSmem<Tile>& smem;
   const FwdArgs& args;
   uint32_t k_count = 0, v_count = 0, bias_count = 0, tiles = 0;
+  int idle = 0;  // warpgroups that take no part in the tile
 
+  // In place of idle warpgroups, where they do not pass over K and V themselves.
+  __device__ __forceinline__ void give_up(uint32_t empty, int arrivals) {
+    if (!Tile::has(kRagged) || Tile::kLooksAhead || idle == 0) return;
+    ptx::mbarrier_arrive(empty, idle * arrivals);
+  }
   __device__ __forceinline__ void copy_k(int kv_block, const MapRows& rows, uint32_t full) {
     const uint32_t dst = smem.k(k_count);
 #pragma unroll
@@ -288,6 +320,7 @@ struct Loader {
     const uint32_t full = ring.full(k_count);
     ring.wait_empty(k_count);
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
+    give_up(ring.empty(k_count), 4);
     copy_k(kv_block, rows, full);
     // A tile's first K has its turn for itself, as has its last V.
     if (Tile::kLooksAhead) ++v_count;
@@ -297,6 +330,7 @@ struct Loader {
     const uint32_t full = ring.full(v_count);
     ring.wait_empty(v_count);
     ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
+    give_up(ring.empty(v_count), 1);
     copy_v(kv_block, rows, full);
     if (Tile::kLooksAhead) ++k_count;
   }
@@ -339,7 +373,8 @@ struct Loader {
     ++bias_count;
   }
   __device__ __forceinline__ void load_q(const FwdWork& work) {
-    const int first_row = work.q_block * Tile::kBlockQ;
+    const int first_row = tile_row<Tile>(args, work.q_block);
+    const int with_rows = warpgroups_with_rows<Tile>(args, work);
     const MapRows rows =
         locate<Tile>(args.q_rows, work.q_row0, work.seqlen_q, work.head, work.batch);
 #pragma unroll
@@ -347,6 +382,10 @@ struct Loader {
       const auto ring = smem.q_ring(w);
       const uint32_t full = ring.full(tiles);
       ring.wait_empty(tiles);
+      if (w >= with_rows) {
+        ptx::mbarrier_arrive(full);
+        continue;
+      }
       ptx::mbarrier_arrive_expect_tx(full, Tile::kQSliceBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
@@ -379,6 +418,7 @@ struct Loader {
       ptx::mbarrier_arrive(work_ring.empty(tiles));
       if (w.q_block < 0) return;
       const bool empty = end <= begin;
+      idle = Tile::kWarpgroups - warpgroups_with_rows<Tile>(args, w);
       const MapRows kv =
           locate<Tile>(args.kv_rows, w.kv_row0, w.seqlen_kv, w.head / group, w.batch);
       if (!empty) {

@@ -6,7 +6,7 @@
 namespace flash_cuda::sm90 {
 
 const char* refuse_fwd(const FwdParams& p) {
-  if (is_many_narrow(p, 128)) return "many short rows of up to 32 columns are served by sm80";
+  if (is_many_narrow(p, 160)) return "many short rows of up to 32 columns are served by sm80";
   return refuse_tma_fwd(p);
 }
 

@@ -94,6 +94,21 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::store_empty() {
   }
 }
 
+// No row of the tile is this warpgroup's. With turns the loader gives up K and V in its place, and
+// no phase of theirs is mistaken for another later: the next Q comes after all K of this tile, the
+// next turn after all V.
+template <class Tile, DType kDType>
+__device__ __forceinline__ void Consumer<Tile, kDType>::pass_over(const FwdWalk& walk) {
+  smem.q_ring(warpgroup).wait_full(tiles);
+  release_q();
+  const int count = max(walk.skip_right + walk.end - walk.begin + walk.skip_left, 0);
+  if constexpr (Tile::kLooksAhead) {
+    if (count) skip_k(count + 1);
+  } else {
+    blocks += count;
+  }
+}
+
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::run() {
   if (Tile::has(kPingPong) && warpgroup == Tile::kWarpgroups - 1) {
@@ -104,7 +119,11 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::run() {
     ring.wait_full(tiles);
     if (uniform(work().q_block) < 0) break;
     const FwdWalk walk = this->walk();
-    if (!Tile::has(kDense) && walk.is_empty()) {
+    const int with_rows = uniform(warpgroups_with_rows<Tile>(args, work()));
+    next_turn = kTurn + (warpgroup + 1 < with_rows ? warpgroup + 1 : 0);
+    if (Tile::has(kRagged) && warpgroup >= with_rows) {
+      pass_over(walk);
+    } else if (!Tile::has(kDense) && walk.is_empty()) {
       store_empty();
     } else {
       first_block(walk);

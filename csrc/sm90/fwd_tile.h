@@ -16,6 +16,7 @@ enum FwdOption : unsigned {
   kGeneral = 16,     // softcap, ALiBi, bias, any softmax_scale
   kNarrowBias = 32,  // a bias only of 16 bits and only by the copy engine
   kPacked = 64,      // queries and keys of packed sequences, all of them, no chunk
+  kRagged = 128,     // a warpgroup whose rows all lie behind the last one takes no part in a tile
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
@@ -45,6 +46,10 @@ struct FwdTile {
   // A warp of the producer loads Q: who waits for the last warpgroup to end a tile must not hold up
   // K and V of the next tile for the others.
   static constexpr bool kLoadsQApart = kLooksAhead && kWarpgroups > 2;
+
+  // Where the tiles of a head begin is up to the launcher: one that is low comes where it costs
+  // least.
+  static constexpr bool kShiftsRows = has(kRagged) && has(kDense);
 
   static constexpr int kBlockQ = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
@@ -88,6 +93,9 @@ struct FwdTile {
   static constexpr int kBarrierBytes = 1024;  // barriers, work slots
   static constexpr int kSmemBytes = kSmemBarriers + kBarrierBytes + 1024;
 
+  // Without turns it would run so far ahead of the others that it mistakes one phase of a barrier
+  // for another, unless it waits for all that it passes over.
+  static_assert(!has(kRagged) || ((has(kPingPong) || kLooksAhead) && !kStoresApart));
   static_assert(kSmemBytes <= 232448, "more shared memory than a block can have");
   static_assert(kHeadDimV % kOutCols == 0 && kOutCols % kPanelCols == 0, "parts are whole panels");
   static_assert(!has(kGeneral) || kBlockKV <= 64, "a block is one box of the bias wide");

@@ -1,9 +1,9 @@
 // Which tile serves which call: one table for all head dimensions.
 //
 // Short serves rows that see few keys (their tiles end often), Diagonal the others below a diagonal
-// or in a window, Long the rest, General every call with a score modification. Tall stands in
-// for Long where its tiles of more rows take fewer rounds over the device. The figures behind it
-// are in docs/tuning.md.
+// or in a window, Long the rest, General every call with a score modification. Tall and
+// TallDiagonal stand in for Long and Diagonal where their tiles of more rows end sooner
+// (fwd_launch.cuh). The figures behind it are in docs/tuning.md.
 #pragma once
 
 #include "sm90/fwd_tile.h"
@@ -23,6 +23,7 @@ struct FwdVariants<64, 64> {
   using General = FwdTile<64, 64, 64, 4, 2, kGeneral>;
   using GeneralLong = General;
   using Tall = Long;
+  using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -33,6 +34,7 @@ struct FwdVariants<96, 96> {
   using General = FwdTile<96, 96, 64, 2, 2, kGeneral>;
   using GeneralLong = General;
   using Tall = Long;
+  using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 1024;
 };
 // Turns keep the warpgroups apart; since KV ranges come from the scheduler they win at any length.
@@ -43,7 +45,8 @@ struct FwdVariants<128, 128> {
   using Short = Long;
   using General = FwdTile<128, 128, 64, 2, 2, kPingPong | kGeneral>;
   using GeneralLong = FwdTile<128, 128, 64, 3, 2, kGeneral | kNarrowBias>;
-  using Tall = FwdTile<128, 128, 64, 3, 4, kPingPong>;
+  using Tall = FwdTile<128, 128, 64, 3, 4, kPingPong | kDense | kRagged>;
+  using TallDiagonal = FwdTile<128, 128, 64, 3, 4, kTrimBlocks | kDense | kRagged>;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -54,6 +57,7 @@ struct FwdVariants<192, 128> {
   using General = FwdTile<192, 128, 64, 2, 2, kOutInParts | kGeneral>;
   using GeneralLong = General;
   using Tall = Long;
+  using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -64,6 +68,7 @@ struct FwdVariants<192, 192> {
   using General = FwdTile<192, 192, 64, 2, 2, kOutInParts | kGeneral>;
   using GeneralLong = General;
   using Tall = Long;
+  using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
 };
 template <>
@@ -74,6 +79,7 @@ struct FwdVariants<256, 256> {
   using General = FwdTile<256, 256, 48, 2, 2, kOutInParts | kGeneral>;
   using GeneralLong = General;
   using Tall = Long;
+  using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
 };
 
