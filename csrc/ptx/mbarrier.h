@@ -31,6 +31,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, int byte
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint32_t bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
 
 // Waits until the phase of this parity has completed. A fresh barrier is in phase 0, so waiting
 // for parity 1 passes at once. (try_wait gives up after a while, hence the loop in the text.)

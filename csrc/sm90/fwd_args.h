@@ -15,6 +15,7 @@ struct FwdArgs : FwdTileArgs {
   // diagonal the first Q block, which sees fewest keys, has `missing_rows` fewer, whole warpgroups.
   bool lowest_last = false;
   int tall_tiles = kUnbounded, missing_rows = 0;
+  bool pair_heads = false;  // kPair: tiles of two query heads of a KV head, else neighbours
   CUtensorMap bias_map;
   int bias_rows = 0;  // of a box: 64; 1 where all queries share a row; 0: the map does not serve
 };

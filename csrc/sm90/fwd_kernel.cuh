@@ -155,13 +155,21 @@ struct Consumer {
     }
   }
 
+  // At the block of a pair that copies into the stage.
+  static __device__ __forceinline__ void arrive_at(uint32_t rank, uint32_t bar) {
+    if constexpr (Tile::has(kPair)) {
+      ptx::mbarrier_arrive_cluster(ptx::mapa(bar, rank));
+    } else {
+      ptx::mbarrier_arrive(bar);
+    }
+  }
   // This warp has read the K block in turn (every warp arrives), this warpgroup the V block.
   __device__ __forceinline__ void release_k() {
     __syncwarp();
-    if (lane() == 0) ptx::mbarrier_arrive(smem.k_ring().empty(blocks));
+    if (lane() == 0) arrive_at(Tile::kLoadsK, smem.k_ring().empty(blocks));
   }
   __device__ __forceinline__ void release_v(uint32_t block) {
-    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring().empty(block));
+    if (thread == 0) arrive_at(Tile::kLoadsV, smem.v_ring().empty(block));
   }
   __device__ __forceinline__ void wait_k() { smem.k_ring().wait_full(blocks); }
   __device__ __forceinline__ void wait_v(uint32_t block) { smem.v_ring().wait_full(block); }
@@ -290,8 +298,8 @@ struct Consumer {
     w.full_begin = uniform(w.full_begin);
     w.full_end = uniform(w.full_end);
     w.exact_begin = uniform(w.exact_begin);
-    w.skip_right = slot.kWalks == 1 ? 0 : uniform(w.skip_right);
-    w.skip_left = slot.kWalks == 1 ? 0 : uniform(w.skip_left);
+    w.skip_right = !Tile::kMaySkip ? 0 : uniform(w.skip_right);
+    w.skip_left = !Tile::kMaySkip ? 0 : uniform(w.skip_left);
     return w;
   }
   // First row of this warpgroup, and of this lane.

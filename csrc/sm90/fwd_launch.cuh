@@ -68,6 +68,9 @@ inline void shift_rows(FwdArgs& args, bool full, int tall_tiles, int block_q) {
   args.num_tiles = args.q_blocks * p.batch * p.num_heads_q;
 }
 
+// Tiles of two query heads that share K and V make a pair, where all heads do, else neighbours.
+inline bool pairs_heads(const FwdParams& p) { return p.num_heads_q / p.num_heads_kv % 2 == 0; }
+
 template <class Tile>
 FwdArgs make_args(const FwdParams& p, cudaStream_t stream, int tall_tiles) {
   constexpr FwdBoxes kBoxes{Tile::kBlockQ, Tile::kPanelCols, 64, Tile::kBlockKV, 64};
@@ -79,6 +82,10 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream, int tall_tiles) {
   args.section = section_that_fills(p, args.q_blocks, uneven ? 2 : 1);
   if (!full && (!uneven || Tile::kShiftsRows)) join_last_sections(args, kJoinedSections);
   if (args.lowest_last) join_last_sections(args, kJoinedLow);
+  if (Tile::has(kPair)) {
+    args.pair_heads = pairs_heads(p);
+    args.num_tiles /= 2;
+  }
   args.scale_log2 = p.softmax_scale * kLog2e;
   if (Tile::has(kGeneral)) set_bias_map(args, Tile::kBiasPanels);
   return args;
@@ -91,8 +98,8 @@ void launch_tile(const FwdParams& p, cudaStream_t stream, int tall_tiles = kUnbo
   allow_dynamic_smem(kernel, Tile::kSmemBytes, smem_allowed);
   const FwdArgs args = make_args<Tile>(p, stream, tall_tiles);
   if (args.num_tiles == 0) return;
-  const int blocks = min_of(p.num_sms, args.num_tiles);
-  LaunchShape shape{dim3(blocks), Tile::kThreads, Tile::kSmemBytes};
+  const int blocks = min_of(p.num_sms / Tile::kCluster, args.num_tiles) * Tile::kCluster;
+  LaunchShape shape{dim3(blocks), Tile::kThreads, Tile::kSmemBytes, Tile::kCluster};
   shape.after_dependency = !is_capturing(stream);
   launch_kernel(kernel, shape, stream, args);
 }
@@ -176,12 +183,28 @@ bool takes_tall_diagonal(const FwdParams& p) {
          p.window_left >= kUnbounded && tiles >= 2 * p.num_sms;
 }
 
+// Pairs of blocks pay where rows see many keys and all SMs have a tile. Below a diagonal neighbours
+// see different keys, so that one waits for the other.
+template <class Variants>
+bool takes_pairs(const FwdParams& p) {
+  const int q_blocks = ceil_div(p.seqlen_q, Variants::Long::kBlockQ);
+  const int from = has_diagonal(p) ? Variants::kPairKeysDiagonal : Variants::kPairKeys;
+  return is_dense(p) && keys_of_a_row(p) >= from && p.num_sms >= 2 &&
+         int64_t(q_blocks) * p.batch * p.num_heads_q >= p.num_sms &&
+         (pairs_heads(p) || q_blocks % 2 == 0);
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
   if (is_general(p)) {
     if (is_general_long(p)) return launch_tile<typename Variants::GeneralLong, kDType>(p, stream);
     return launch_tile<typename Variants::General, kDType>(p, stream);
+  }
+  if constexpr (Variants::kPairKeys > 0) {
+    if (takes_pairs<Variants>(p)) {
+      return launch_tile<typename Variants::Long::template With<kDense | kPair>, kDType>(p, stream);
+    }
   }
   if (keys_of_a_row(p) <= Variants::kShortKeys) {
     return launch_plain<typename Variants::Short, kDType>(p, stream);

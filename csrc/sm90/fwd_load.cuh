@@ -4,6 +4,7 @@
 #include "common/mask.h"
 #include "common/pipeline.cuh"
 #include "common/tma_rows.cuh"
+#include "ptx/cluster.h"
 #include "ptx/fence.h"
 #include "ptx/shared.h"
 #include "ptx/tma.h"
@@ -62,7 +63,8 @@ struct FwdSmem {
   static constexpr int kBiasAt = kDrawAt + 8;
   static constexpr int kOutAt = kBiasAt + BiasRing::kBytes;
   static constexpr int kExactAt = kOutAt + QRing::kBytes * Tile::kWarpgroups;
-  static constexpr int kSlotsAt = (kExactAt + 4 * Tile::kWarpgroups + 15) / 16 * 16;
+  static constexpr int kMailAt = (kExactAt + 4 * Tile::kWarpgroups + 7) / 8 * 8;
+  static constexpr int kSlotsAt = (kMailAt + 24 + 15) / 16 * 16;
   static_assert(kSlotsAt + kWorkSlots * sizeof(FwdSlot<Tile>) <=
                 Tile::kSmemBarriers + Tile::kBarrierBytes);
 
@@ -88,13 +90,22 @@ struct FwdSmem {
   }
   // A phase a tile, completed shortly before its copies end.
   __device__ __forceinline__ uint32_t draw_barrier() const { return base + kDrawAt; }
+  // Of a pair: where the second block learns what the first one drew.
+  __device__ __forceinline__ uint32_t mail_full() const { return base + kMailAt; }
+  __device__ __forceinline__ uint32_t mail_empty() const { return base + kMailAt + 8; }
+  __device__ __forceinline__ uint32_t mail() const { return base + kMailAt + 16; }
 };
 
 template <class Tile>
 __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
-  // K, or a turn, is released by every warp after its own check of the sums, V by every warpgroup.
-  smem.k_ring().init(1, 4 * Tile::kWarpgroups);
-  if (!Tile::kLooksAhead) smem.v_ring().init(1, Tile::kWarpgroups);
+  // K, or a turn, is released by every warp after its own check of the sums, V by every warpgroup;
+  // of a pair, at the block that copies it.
+  smem.k_ring().init(1, 4 * Tile::kWarpgroups * Tile::kCluster);
+  if (!Tile::kLooksAhead) smem.v_ring().init(1, Tile::kWarpgroups * Tile::kCluster);
+  if (Tile::has(kPair)) {
+    ptx::mbarrier_init(smem.mail_full(), 1);
+    ptx::mbarrier_init(smem.mail_empty(), 1);
+  }
   const int readers = Tile::kStoresApart ? Tile::kWarpgroups : Tile::kLoadsQApart ? 1 : 0;
   smem.work_ring().init(1, 4 * Tile::kWarpgroups + 1 + readers);
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
@@ -140,12 +151,16 @@ __device__ __forceinline__ void fill_slot(FwdSlot<Tile>& slot, const FwdArgs& ar
   const Mask mask = Mask::make(params, work.seqlen_q, work.seqlen_kv);
   const bool all_exact = Tile::has(kGeneral) || params.strict;
   const int q_begin = tile_row<Tile>(args, work.q_block);
-  const BlockRange all = mask.kv_blocks(q_begin, Tile::kBlockQ, Tile::kBlockKV);
+  const bool neighbours = Tile::has(kPair) && !args.pair_heads;
+  const BlockRange own_block = mask.kv_blocks(q_begin, Tile::kBlockQ, Tile::kBlockKV);
+  const BlockRange all = neighbours ? mask.kv_blocks(work.q_block / 2 * 2 * Tile::kBlockQ,
+                                                     2 * Tile::kBlockQ, Tile::kBlockKV)
+                                    : own_block;
   slot.kv_begin = all.begin;
   slot.kv_end = all.end;
 #pragma unroll 1
   for (int w = 0; w < slot.kWalks; ++w) {
-    BlockRange range = all;
+    BlockRange range = own_block;
     int first_row = q_begin;
     if constexpr (Tile::has(kTrimBlocks)) {
       const BlockRange own = mask.kv_blocks(q_begin + 64 * w, 64, Tile::kBlockKV);
@@ -181,12 +196,13 @@ __device__ __forceinline__ void publish_end(const FwdSmem<Tile>& smem, uint32_t 
   ptx::mbarrier_arrive(ring.full(count));
 }
 
-// The next index of this block; the last of all draws resets the counter.
+// The next index of this block, or pair; the last of all draws resets the counter.
+template <class Tile>
 __device__ __forceinline__ int draw(const FwdArgs& args, int num_tiles) {
   int* counter = tile_counter(args.counter);
   const int drawn = atomicAdd(counter, 1);
   if (drawn == num_tiles - 1) *counter = 0;
-  return drawn + gridDim.x;
+  return drawn + gridDim.x / Tile::kCluster;
 }
 
 // The tile after the `count`-th. Not before that one is about to end: who takes the next one early
@@ -196,7 +212,7 @@ __device__ __forceinline__ int draw_in_time(const FwdSmem<Tile>& smem, const Fwd
                                             int num_tiles, uint32_t count) {
   ptx::mbarrier_wait(smem.draw_barrier(), count % 2);
   smem.work_ring().wait_empty(count + 1);
-  return draw(args, num_tiles);
+  return draw<Tile>(args, num_tiles);
 }
 
 __device__ __forceinline__ FwdWork dense_work(const FwdArgs& args, int index) {
@@ -213,6 +229,38 @@ __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const 
   for (int index = blockIdx.x; index < num_tiles; ++tiles) {
     publish(smem, args, tiles, dense_work(args, index));
     index = draw_in_time(smem, args, num_tiles, tiles);
+  }
+  publish_end(smem, tiles);
+}
+
+// Which of the tiles of pair `index` block `rank` computes. Of neighbours the later one, which sees
+// more keys below a diagonal, goes round.
+__device__ __forceinline__ FwdWork pair_work(const FwdArgs& args, int index, int rank,
+                                             uint32_t tiles) {
+  if (args.pair_heads) return dense_work(args, 2 * index + rank);
+  FwdWork work = dense_work(args.params, args.q_blocks / 2, args.section, index, args.joined_from);
+  work.q_block = 2 * work.q_block + (rank ^ static_cast<int>(tiles % 2));
+  return work;
+}
+
+// The same for pairs: the first block draws and tells the second.
+template <class Tile>
+__device__ __forceinline__ void schedule_pairs(const FwdSmem<Tile>& smem, const FwdArgs& args) {
+  const int rank = static_cast<int>(ptx::cluster_block_rank());
+  uint32_t tiles = 0;
+  for (int index = blockIdx.x / 2; index < args.num_tiles; ++tiles) {
+    publish(smem, args, tiles, pair_work(args, index, rank, tiles));
+    if (rank == 0) {
+      index = draw_in_time(smem, args, args.num_tiles, tiles);
+      ptx::mbarrier_wait(smem.mail_empty(), (tiles + 1) % 2);
+      ptx::store_cluster_async_4(ptx::mapa(smem.mail(), 1), index, ptx::mapa(smem.mail_full(), 1));
+    } else {
+      ptx::mbarrier_arrive_expect_tx(smem.mail_full(), 4);
+      ptx::mbarrier_wait(smem.mail_full(), tiles % 2);
+      index = static_cast<int>(ptx::load_shared(smem.mail()));
+      ptx::mbarrier_arrive_cluster(ptx::mapa(smem.mail_empty(), 0));
+      smem.work_ring().wait_empty(tiles + 1);
+    }
   }
   publish_end(smem, tiles);
 }
@@ -290,6 +338,28 @@ struct Loader {
   uint32_t k_count = 0, v_count = 0, bias_count = 0, tiles = 0;
   int idle = 0;  // warpgroups that take no part in the tile
 
+  // Whether this block copies what block `rank` of a pair does.
+  static __device__ __forceinline__ bool is_mine(int rank) {
+    return !Tile::has(kPair) || static_cast<int>(ptx::cluster_block_rank()) == rank;
+  }
+  // A stage of K or V: for this block, or for both of a pair.
+  static __device__ __forceinline__ void expect_stage(uint32_t full, int bytes) {
+    ptx::mbarrier_arrive_expect_tx(full, bytes);
+    if constexpr (Tile::has(kPair)) {
+      ptx::mbarrier_arrive_expect_tx_cluster(ptx::mapa(full, ptx::cluster_block_rank() ^ 1), bytes);
+    }
+  }
+  static __device__ __forceinline__ void load_panel(uint32_t dst, const CUtensorMap* map,
+                                                    uint32_t full, int panel, int kv_block,
+                                                    const MapRows& rows) {
+    dst += panel * Tile::kBlockKV * Tile::kPanelBytes;
+    const int column = panel * Tile::kPanelCols, row = kv_block * Tile::kBlockKV;
+    if constexpr (Tile::has(kPair)) {
+      load_rows_multicast<kMayClip>(dst, map, full, column, row, rows, 3, ptx::kEvictLast);
+    } else {
+      load_rows<kMayClip>(dst, map, full, column, row, rows, ptx::kEvictLast);
+    }
+  }
   // In place of idle warpgroups, where they do not pass over K and V themselves.
   __device__ __forceinline__ void give_up(uint32_t empty, int arrivals) {
     if (!Tile::has(kRagged) || Tile::kLooksAhead || idle == 0) return;
@@ -299,9 +369,7 @@ struct Loader {
     const uint32_t dst = smem.k(k_count);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
-      load_rows<kMayClip>(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.k_map, full,
-                          panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows,
-                          ptx::kEvictLast);
+      load_panel(dst, &args.k_map, full, panel, kv_block, rows);
     }
     ++k_count;
   }
@@ -309,27 +377,27 @@ struct Loader {
     const uint32_t dst = smem.v(v_count);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
-      load_rows<kMayClip>(dst + panel * Tile::kBlockKV * Tile::kPanelBytes, &args.v_map, full,
-                          panel * Tile::kPanelCols, kv_block * Tile::kBlockKV, rows,
-                          ptx::kEvictLast);
+      load_panel(dst, &args.v_map, full, panel, kv_block, rows);
     }
     ++v_count;
   }
   __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
+    if (!is_mine(Tile::kLoadsK)) return;
     const auto ring = smem.k_ring();
     const uint32_t full = ring.full(k_count);
     ring.wait_empty(k_count);
-    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK);
+    expect_stage(full, Tile::kStageBytesK);
     give_up(ring.empty(k_count), 4);
     copy_k(kv_block, rows, full);
     // A tile's first K has its turn for itself, as has its last V.
     if (Tile::kLooksAhead) ++v_count;
   }
   __device__ __forceinline__ void load_v(int kv_block, const MapRows& rows) {
+    if (!is_mine(Tile::kLoadsV)) return;
     const auto ring = smem.v_ring();
     const uint32_t full = ring.full(v_count);
     ring.wait_empty(v_count);
-    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesV);
+    expect_stage(full, Tile::kStageBytesV);
     give_up(ring.empty(v_count), 1);
     copy_v(kv_block, rows, full);
     if (Tile::kLooksAhead) ++k_count;

@@ -148,6 +148,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (Tile::kLooksAhead && dynamic % (1 << 24) > Tile::kSmemBase) __trap();
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
+  if constexpr (Tile::has(kPair)) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
   // The kernel before may still run: it may write the inputs, read what lies where the outputs go,
   // and draw from the same tile counter. So every role waits first.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
@@ -163,7 +167,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       Loader<Tile>{smem, args}.run();
     } else if (threadIdx.x / 32 == 1) {
       ptx::griddep_wait();
-      if (Tile::has(kPacked) || (!Tile::has(kDense) && args.params.cu_seqlens_q)) {
+      if constexpr (Tile::has(kPair)) {
+        if (threadIdx.x == 32) schedule_pairs(smem, args);
+      } else if (Tile::has(kPacked) || (!Tile::has(kDense) && args.params.cu_seqlens_q)) {
         schedule_packed(smem, args);
       } else if (threadIdx.x == 32) {
         schedule_dense(smem, args);
@@ -180,6 +186,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::griddep_wait();
     const int thread = threadIdx.x % 128;
     Consumer<Tile, kDType>{smem, args, warpgroup - 1, thread}.run();
+  }
+  if constexpr (Tile::has(kPair)) {  // the other block may still arrive at barriers of this one
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
   }
 }
 

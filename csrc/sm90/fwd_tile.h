@@ -17,6 +17,7 @@ enum FwdOption : unsigned {
   kNarrowBias = 32,  // a bias only of 16 bits and only by the copy engine
   kPacked = 64,      // queries and keys of packed sequences, all of them, no chunk
   kRagged = 128,     // a warpgroup whose rows all lie behind the last one takes no part in a tile
+  kPair = 256,       // two blocks, with tiles that read the same K and V, copy them together
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
@@ -39,6 +40,11 @@ struct FwdTile {
   static constexpr bool kMayChunk = !has(kDense) && !has(kPacked);
   // A warp of the producer stores what a warpgroup stages; elsewhere warpgroups store themselves.
   static constexpr bool kStoresApart = has(kDense) && kWarpgroups == 2;
+  // Blocks of a cluster. Of a pair the first copies K, the second V, into both.
+  static constexpr int kCluster = has(kPair) ? 2 : 1;
+  static constexpr int kLoadsK = 0, kLoadsV = kCluster - 1;
+  // Warpgroups walk fewer KV blocks than are copied.
+  static constexpr bool kMaySkip = has(kTrimBlocks) || has(kPair);
   // Blocks are short and stages many: the loop of fwd_ahead.cuh. With eight of them a block's are
   // released under S of the next one.
   static constexpr bool kLooksAhead = kStages >= 4 && !has(kPingPong);
@@ -97,6 +103,9 @@ struct FwdTile {
   // for another, unless it waits for all that it passes over.
   static_assert(!has(kRagged) || ((has(kPingPong) || kLooksAhead) && !kStoresApart));
   static_assert(kSmemBytes <= 232448, "more shared memory than a block can have");
+  static_assert(!has(kPair) || (has(kDense) && !has(kRagged) && !kLooksAhead), "not written");
+  static_assert(!has(kPair) || kBlockQ <= kStages * kBlockKV,
+                "who passes over K blocks releases their V later: both must be in the rings");
   static_assert(kHeadDimV % kOutCols == 0 && kOutCols % kPanelCols == 0, "parts are whole panels");
   static_assert(!has(kGeneral) || kBlockKV <= 64, "a block is one box of the bias wide");
   static_assert(kBlockKV % 16 == 0 && (kBlockKV * kPanelBytes) % 1024 == 0, "panels are aligned");

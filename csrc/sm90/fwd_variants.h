@@ -3,7 +3,8 @@
 // Short serves rows that see few keys (their tiles end often), Diagonal the others below a diagonal
 // or in a window, Long the rest, General every call with a score modification. Tall and
 // TallDiagonal stand in for Long and Diagonal where their tiles of more rows end sooner
-// (fwd_launch.cuh). The figures behind it are in docs/tuning.md.
+// (fwd_launch.cuh). From kPairKeys keys a row on (0: never), pairs of blocks with Long's tile copy
+// K and V together. The figures behind it are in docs/tuning.md.
 #pragma once
 
 #include "sm90/fwd_tile.h"
@@ -25,6 +26,7 @@ struct FwdVariants<64, 64> {
   using Tall = Long;
   using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
+  static constexpr int kPairKeys = 0;
 };
 template <>
 struct FwdVariants<96, 96> {
@@ -36,6 +38,7 @@ struct FwdVariants<96, 96> {
   using Tall = Long;
   using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 1024;
+  static constexpr int kPairKeys = 0;
 };
 // Turns keep the warpgroups apart; since KV ranges come from the scheduler they win at any length.
 template <>
@@ -48,6 +51,7 @@ struct FwdVariants<128, 128> {
   using Tall = FwdTile<128, 128, 64, 3, 4, kPingPong | kDense | kRagged>;
   using TallDiagonal = FwdTile<128, 128, 64, 3, 4, kTrimBlocks | kDense | kRagged>;
   static constexpr int kShortKeys = 0;
+  static constexpr int kPairKeys = 0;
 };
 template <>
 struct FwdVariants<192, 128> {
@@ -59,6 +63,7 @@ struct FwdVariants<192, 128> {
   using Tall = Long;
   using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
+  static constexpr int kPairKeys = 0;
 };
 template <>
 struct FwdVariants<192, 192> {
@@ -70,6 +75,7 @@ struct FwdVariants<192, 192> {
   using Tall = Long;
   using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
+  static constexpr int kPairKeys = 0;
 };
 template <>
 struct FwdVariants<256, 256> {
@@ -81,6 +87,7 @@ struct FwdVariants<256, 256> {
   using Tall = Long;
   using TallDiagonal = Diagonal;
   static constexpr int kShortKeys = 0;
+  static constexpr int kPairKeys = 1024, kPairKeysDiagonal = 4096;
 };
 
 }  // namespace flash_cuda::sm90
