@@ -157,6 +157,22 @@ def test_tiles_with_room_for_more_rows(case: AttentionCase, backend: Backend) ->
     check(case, backend)
 
 
+@with_cases(
+    # On the SMs of a device; tests/emulator/test_kernels.py has others.
+    grid(
+        AttentionCase(rows=(200,) * 9, keys=(1030,) * 9, heads=8, heads_kv=8, head_dim=256),
+        dtype=("bfloat16", "float16"),
+    ),
+    grid(
+        AttentionCase(rows=(130,) * 6, keys=(4100,) * 6, heads=12, head_dim=232, window_right=0),
+        heads_kv=(6, 12),
+    ),
+)
+def test_pairs_of_blocks(case: AttentionCase, backend: Backend) -> None:
+    """Keys and tiles enough for pairs of Hopper blocks that share K and V: neighbours, heads."""
+    check(case, backend)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_equal_inputs_give_equal_bits(dtype: torch.dtype, backend: Backend) -> None:
     q, k, v = (torch.randn(2, 77, 4, 64).to(dtype).to(backend.device) for _ in range(3))

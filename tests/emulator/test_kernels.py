@@ -50,20 +50,22 @@ def reference(q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
     return torch.nan_to_num(out.transpose(1, 2), 0.0)
 
 
-def inputs(lengths: tuple[int, int], head_dim: int) -> list[torch.Tensor]:
+def inputs(lengths: tuple[int, int], head_dim: int, heads_kv: int = 1) -> list[torch.Tensor]:
     shapes = [
         (1, lengths[0], 2, head_dim),
-        (1, lengths[1], 1, head_dim),
-        (1, lengths[1], 1, head_dim),
+        (1, lengths[1], heads_kv, head_dim),
+        (1, lengths[1], heads_kv, head_dim),
     ]
     return [torch.randn(s).bfloat16() for s in shapes]
 
 
-def check_forward(arch: str, lengths: tuple[int, int], head_dim: int, causal: bool) -> None:
-    q, k, v = inputs(lengths, head_dim)
+def check_forward(
+    arch: str, lengths: tuple[int, int], head_dim: int, causal: bool, heads_kv: int = 1
+) -> None:
+    q, k, v = inputs(lengths, head_dim, heads_kv)
     with flash_cuda.use_kernel(f"emulated:{arch}"):
         out = flash_cuda.attention(q, k, v, causal=causal)
-    wide = [x.repeat_interleave(2, 2) for x in (k, v)]
+    wide = [x.repeat_interleave(2 // heads_kv, 2) for x in (k, v)]
     expected = reference(q, *wide, causal)
     ordinary = reference(q, *wide, causal).bfloat16().double()
     bound = 2 * (ordinary - expected).abs().max() + 1e-2
@@ -81,6 +83,21 @@ def test_forward(
     for seed in SEEDS:
         emulator.configure(arch, f"policy={policy},seed={seed},sms={1 + seed}")
         check_forward(arch, lengths, head_dim, causal)
+
+
+# So many keys, that two Hopper blocks copy K and V together: of two query heads, or of neighbours.
+PAIRS = [((600, 1030), False, 1), ((250, 1030), False, 2), ((250, 4100), True, 2)]
+
+
+@pytest.mark.parametrize(("lengths", "causal", "heads_kv"), PAIRS, ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pairs_of_blocks(
+    arch: str, policy: str, lengths: tuple[int, int], causal: bool, heads_kv: int
+) -> None:
+    if arch != "sm90":
+        pytest.skip("only Hopper's forward has them")
+    emulator.configure(arch, f"policy={policy},seed=1,sms=4,race={int(policy == 'random')}")
+    check_forward(arch, lengths, 256, causal, heads_kv)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
