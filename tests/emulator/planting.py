@@ -37,7 +37,7 @@ Run = Callable[[str], bool]  # settings of what is tested -> whether the numbers
 
 @dataclass(frozen=True)
 class Case:
-    """A call with ragged lengths on one SM, so that a block reuses its buffers.
+    """A call with ragged lengths on one SM, or a cluster's, so that a block reuses its buffers.
 
     The first lengths are those whose sites are tried; what they do not show, the others may: a ring
     that goes round, tiles that end before another role has looked.
@@ -48,6 +48,8 @@ class Case:
     lengths: tuple[tuple[int, int], ...]
     backward: bool = False
     every_site: bool = False
+    causal: bool = True
+    sms: int = 1
 
     @property
     def name(self) -> str:
@@ -57,7 +59,12 @@ class Case:
 LENGTHS = ((300, 500), (600, 100), (300, 1500))
 CASES = {
     "sm80": [Case("sm80", 64, LENGTHS[:2], every_site=True)],
-    "sm90": [Case("sm90", 64, LENGTHS, every_site=True), Case("sm90", 128, LENGTHS)],
+    "sm90": [
+        Case("sm90", 64, LENGTHS, every_site=True),
+        Case("sm90", 128, LENGTHS),
+        # Two query heads of one KV head, each in a block of a pair.
+        Case("sm90", 256, ((600, 1030),), sms=2, causal=False),
+    ],
     "sm100": [Case("sm100", 64, LENGTHS, every_site=True), Case("sm100", 256, LENGTHS)],
 }
 # Of Blackwell, test_sm100_bwd_mistakes.py has mistakes of other kinds, too.
@@ -71,12 +78,12 @@ for _arch, _head_dims in (("sm80", (64,)), ("sm90", (64, 128)), ("sm100", (64, 1
 def forward(case: Case, lengths: tuple[int, int]) -> Run:
     torch.manual_seed(0)
     q, k, v = inputs(lengths, case.head_dim)
-    expected = reference(q, *(x.repeat_interleave(2, 2) for x in (k, v)), True)
+    expected = reference(q, *(x.repeat_interleave(2, 2) for x in (k, v)), case.causal)
 
     def run(settings: str) -> bool:
         emulator.configure(case.arch, settings)
         with flash_cuda.use_kernel(f"emulated:{case.arch}"):
-            out = flash_cuda.attention(q, k, v, causal=True)
+            out = flash_cuda.attention(q, k, v, causal=case.causal)
         return bool((out.double() - expected).abs().max() <= 3e-2)
 
     return run
@@ -108,14 +115,14 @@ def backward(case: Case, lengths: tuple[int, int], wants_dq: bool = True) -> Run
     return run
 
 
-def noticed(arch: str, run: Run, settings: str) -> str:
+def noticed(case: Case, run: Run, settings: str) -> str:
     """ "" if nothing is noticed, else the first line of what is."""
     try:
-        right = run(f"{settings},sms=1")
+        right = run(f"{settings},sms={case.sms}")
     except RuntimeError as e:
         return str(e).splitlines()[0]
     finally:
-        warnings = emulator.take_warnings(arch)
+        warnings = emulator.take_warnings(case.arch)
     return warnings.splitlines()[0] if warnings else "" if right else "wrong numbers"
 
 
@@ -144,18 +151,16 @@ def plant(case: Case, every_site: bool) -> Iterator[dict[str, str]]:
     def is_sound() -> None:
         for run in runs:
             for schedule in SCHEDULES:
-                text = noticed(case.arch, run, f"{schedule},plant=nothing")
+                text = noticed(case, run, f"{schedule},plant=nothing")
                 assert not text, f"{case.arch}, {case.name}, {schedule}: {text}"
 
     is_sound()
-    noticed(case.arch, runs[0], "policy=random,seed=1,race=0,plant=observe")
+    noticed(case, runs[0], "policy=random,seed=1,race=0,plant=observe")
     for site, source in chosen(
         emulator.plantable(case.arch), every_site or case.every_site
     ).items():
         tries = (
-            noticed(case.arch, run, f"{schedule},plant={site}")
-            for run in runs
-            for schedule in SCHEDULES
+            noticed(case, run, f"{schedule},plant={site}") for run in runs for schedule in SCHEDULES
         )
         text = next(filter(None, tries), "")
         yield {"case": case.name, "site": site, "source": source, "noticed": text}
@@ -169,11 +174,11 @@ def main() -> None:
     parser.add_argument("--case", default="", help="only cases whose name starts so")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # Launches are planned for a single SM, too, so that a persistent block takes every tile.
-    emulator.load(arguments.arch, num_sms=1)
     for case in CASES[arguments.arch]:
         if not case.name.startswith(arguments.case):
             continue
+        # Launches are planned for as few SMs, too, so that a persistent block takes every tile.
+        emulator.load(case.arch, num_sms=case.sms)
         try:
             for line in plant(case, arguments.every_site):
                 print(json.dumps(line), flush=True)
