@@ -67,7 +67,8 @@ class Explanation:
     Attributes:
         served: whether anything does.
         kernel: its name, ``"sm90_fwd_hdim128"`` or ``"cpu"``; empty if nothing serves the call.
-        block_q: query rows of a tile; 0 for the CPU engine, as for the next two.
+        block_q: query rows of the kernel's plain tile; 0 for the CPU engine, as for the next two.
+            Some calls take another tile, causal ones at head dim 128 on Hopper one of 192 x 64.
         block_kv: keys of a tile.
         threads: threads of a block.
         num_splits: parts that the keys are cut into.
