@@ -30,8 +30,10 @@ template <class Tile, DType kDType>
 template <bool kExact>
 __device__ __forceinline__ bool Consumer<Tile, kDType>::consume_ahead(int kv_block, bool masked) {
   if (!is_next_full) wait_k();
+  take_turn();
   issue_qk();
   issue_pv(blocks);
+  pass_turn();
   // Under S. This turn's K may be read again by a repair, its V is read until wait_pv().
   if (Tile::kReleasesLate) release_turn(blocks - 1);
   look_ahead();

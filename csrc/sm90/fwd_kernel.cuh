@@ -176,11 +176,17 @@ struct Consumer {
   // Tile::kLooksAhead: K and V of a turn; looks whether the next one's are there.
   __device__ __forceinline__ void release_turn(uint32_t turn);
   __device__ __forceinline__ void look_ahead();
-  // Passes over K and V blocks that only other warpgroups need.
+  // Passes over K and V blocks that only other warpgroups need. Who takes part in a tile has a turn
+  // at each of its blocks.
+  template <bool kTakesPart = true>
   __device__ __forceinline__ void skip_k(int count) {
     for (int i = 0; i < count; ++i) {
       wait_k();
       if constexpr (Tile::kLooksAhead) {
+        if constexpr (kTakesPart) {
+          take_turn();
+          pass_turn();
+        }
         release_turn(blocks);
       } else {
         release_k();

@@ -103,7 +103,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::pass_over(const FwdWalk&
   release_q();
   const int count = max(walk.skip_right + walk.end - walk.begin + walk.skip_left, 0);
   if constexpr (Tile::kLooksAhead) {
-    if (count) skip_k(count + 1);
+    if (count) skip_k<false>(count + 1);
   } else {
     blocks += count;
   }

@@ -47,7 +47,7 @@ struct FwdTile {
   static constexpr bool kMaySkip = has(kTrimBlocks) || has(kPair);
   // Blocks are short and stages many: the loop of fwd_ahead.cuh. With eight of them a block's are
   // released under S of the next one.
-  static constexpr bool kLooksAhead = kStages >= 4 && !has(kPingPong);
+  static constexpr bool kLooksAhead = kStages >= 4 && (!has(kPingPong) || kHeadDim < 128);
   static constexpr bool kReleasesLate = kLooksAhead && kStages >= 8;
   // A warp of the producer loads Q: who waits for the last warpgroup to end a tile must not hold up
   // K and V of the next tile for the others.

@@ -14,8 +14,8 @@ namespace flash_cuda::sm90 {
 template <int kHeadDim, int kHeadDimV>
 struct FwdVariants;
 
-// Four warpgroups with 64 keys a block (three at head dim 96) hide more of each other's latency
-// than two with 128; below a diagonal each walks its own range.
+// Four warpgroups with 64 keys a block (three with 96 at head dim 96, which take turns) hide more
+// of each other's latency than two with 128; below a diagonal each walks its own range.
 template <>
 struct FwdVariants<64, 64> {
   using Long = FwdTile<64, 64, 64, 4, 8>;
@@ -30,8 +30,8 @@ struct FwdVariants<64, 64> {
 };
 template <>
 struct FwdVariants<96, 96> {
-  using Long = FwdTile<96, 96, 64, 3, 4>;
-  using Diagonal = FwdTile<96, 96, 64, 3, 4, kTrimBlocks>;
+  using Long = FwdTile<96, 96, 96, 3, 4, kPingPong>;
+  using Diagonal = FwdTile<96, 96, 96, 3, 4, kPingPong | kTrimBlocks>;
   using Short = FwdTile<96, 96, 128, 2, 2, kPingPong>;
   using General = FwdTile<96, 96, 64, 2, 2, kGeneral>;
   using GeneralLong = General;
