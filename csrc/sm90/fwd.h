@@ -11,6 +11,10 @@ namespace flash_cuda::sm90 {
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& params, cudaStream_t stream);
 
+// Device memory that it needs.
+template <int kHeadDim, int kHeadDimV>
+size_t fwd_workspace_bytes(const FwdParams& params);
+
 // Null, or why this folder does not serve the call.
 const char* refuse_fwd(const FwdParams& params);
 

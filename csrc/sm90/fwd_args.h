@@ -5,6 +5,7 @@
 
 #include "common/fwd_args.h"
 #include "common/mask.h"
+#include "sm90/fwd_tail.h"
 
 namespace flash_cuda::sm90 {
 
@@ -18,6 +19,15 @@ struct FwdArgs : FwdTileArgs {
   bool pair_heads = false;  // kPair: tiles of two query heads of a KV head, else neighbours
   CUtensorMap bias_map;
   int bias_rows = 0;  // of a box: 64; 1 where all queries share a row; 0: the map does not serve
+  TailPlan tail;      // kShareTail: who has what of the last round
+  Deal deal;
+  int arrivals = 0;  // which of part_arrivals
+};
+
+// kShareTail: part `number` of `count` of a shared tile, of the share first_share + number. A whole
+// tile is one part.
+struct FwdPart {
+  int tile, first_share, number, count;
 };
 
 // The KV blocks of a tile, as a warpgroup walks them: from end - 1 down to begin. Exact softmax
@@ -38,6 +48,7 @@ struct FwdWorkSlot {
   FwdWork work;
   int kv_begin, kv_end;  // blocks that any warpgroup walks
   FwdWalk walks[kWalks];
+  FwdPart part;  // kShareTail
 };
 
 }  // namespace flash_cuda::sm90

@@ -4,5 +4,6 @@ namespace flash_cuda::sm90 {
 
 template void launch_fwd<DType::kBFloat16, 192, 128>(const FwdParams&, cudaStream_t);
 template void launch_fwd<DType::kFloat16, 192, 128>(const FwdParams&, cudaStream_t);
+template size_t fwd_workspace_bytes<192, 128>(const FwdParams&);
 
 }  // namespace flash_cuda::sm90

@@ -6,5 +6,6 @@ namespace flash_cuda::sm90 {
 
 template void launch_fwd<DType::kBFloat16, 64, 64>(const FwdParams&, cudaStream_t);
 template void launch_fwd<DType::kFloat16, 64, 64>(const FwdParams&, cudaStream_t);
+template size_t fwd_workspace_bytes<64, 64>(const FwdParams&);
 
 }  // namespace flash_cuda::sm90

@@ -340,6 +340,10 @@ struct Consumer {
   __device__ __forceinline__ void end_rows(RowEnd (&ends)[2]);
   __device__ __forceinline__ void finish_tile(const FwdWalk& walk);
   __device__ __forceinline__ void store_tile(const RowEnd (&ends)[2]);
+  // kShareTail; see fwd_tail.cuh.
+  __device__ __forceinline__ float4* part_memory(const FwdPart& part, int number) const;
+  __device__ __forceinline__ bool leave_part(const FwdPart& part);
+  __device__ __forceinline__ void join_parts(const FwdPart& part);
   __device__ __forceinline__ void store_empty();
   __device__ __forceinline__ void pass_over(const FwdWalk& walk);
   __device__ __forceinline__ void run();
@@ -499,7 +503,8 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::finish_tile(const FwdWal
   const uint32_t v_turn = Tile::kLooksAhead ? last + 1 : last;
   wait_v(v_turn);
   issue_pv(v_turn);
-  end_rows(ends);
+  const bool is_part = Tile::has(kShareTail) && uniform(smem.slot(tiles).part.count) > 1;
+  if (!is_part) end_rows(ends);
   wait_pv();
   if constexpr (Tile::kLooksAhead) {
     if (Tile::kReleasesLate) release_turn(last);
@@ -510,6 +515,11 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::finish_tile(const FwdWal
   }
   skip_k(walk.skip_left);
   skip_v(last + 1, blocks);
+  if (is_part) {
+    if (!leave_part(smem.slot(tiles).part)) return;
+    join_parts(smem.slot(tiles).part);
+    end_rows(ends);
+  }
   store_tile(ends);
 }
 

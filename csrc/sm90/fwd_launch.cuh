@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/launch.h"
+#include "common/launch_slots.h"
 #include "common/log2.h"
 #include "sm90/fwd.h"
 #include "sm90/fwd_heights.h"
@@ -88,6 +89,12 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream, int tall_tiles) {
   }
   args.scale_log2 = p.softmax_scale * kLog2e;
   if (Tile::has(kGeneral)) set_bias_map(args, Tile::kBiasPanels);
+  if constexpr (Tile::has(kShareTail)) {
+    static LaunchSlots slots(kStreamArrivals, kArrivals);
+    args.arrivals = slots.slot_of(stream);
+    args.tail = TailPlan::make<Tile>(p);
+    args.deal = Deal::make((args.num_tiles - args.tail.from) * args.tail.blocks, args.tail.shares);
+  }
   return args;
 }
 
@@ -98,7 +105,8 @@ void launch_tile(const FwdParams& p, cudaStream_t stream, int tall_tiles = kUnbo
   allow_dynamic_smem(kernel, Tile::kSmemBytes, smem_allowed);
   const FwdArgs args = make_args<Tile>(p, stream, tall_tiles);
   if (args.num_tiles == 0) return;
-  const int blocks = min_of(p.num_sms / Tile::kCluster, args.num_tiles) * Tile::kCluster;
+  const int items = Tile::has(kShareTail) ? p.num_sms : args.num_tiles;
+  const int blocks = min_of(p.num_sms / Tile::kCluster, items) * Tile::kCluster;
   LaunchShape shape{dim3(blocks), Tile::kThreads, Tile::kSmemBytes, Tile::kCluster};
   shape.after_dependency = !is_capturing(stream);
   launch_kernel(kernel, shape, stream, args);
@@ -194,6 +202,21 @@ bool takes_pairs(const FwdParams& p) {
          (pairs_heads(p) || q_blocks % 2 == 0);
 }
 
+// How the last round of Long's tiles is shared in a full call.
+template <class Variants>
+TailPlan tail_plan(const FwdParams& p) {
+  using Tile = typename Variants::Long;
+  const bool may_share = Variants::kSharesTail && !is_general(p) && !has_diagonal(p) &&
+                         p.seqlen_q > 0 && keys_of_a_row(p) > Variants::kShortKeys && is_dense(p);
+  return may_share ? TailPlan::make<Tile>(p) : TailPlan{0, 0, 0};
+}
+
+template <int kHeadDim, int kHeadDimV>
+size_t fwd_workspace_bytes(const FwdParams& p) {
+  using Variants = FwdVariants<kHeadDim, kHeadDimV>;
+  return tail_plan<Variants>(p).template bytes<typename Variants::Long>();
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV>
 void launch_fwd(const FwdParams& p, cudaStream_t stream) {
   using Variants = FwdVariants<kHeadDim, kHeadDimV>;
@@ -214,6 +237,10 @@ void launch_fwd(const FwdParams& p, cudaStream_t stream) {
       return launch_tile<typename Variants::TallDiagonal, kDType>(p, stream);
     }
     return launch_plain<typename Variants::Diagonal, kDType>(p, stream);
+  }
+  if constexpr (Variants::kSharesTail) {
+    using Shared = typename Variants::Long::template With<kDense | kShareTail>;
+    if (tail_plan<Variants>(p).shares > 0) return launch_tile<Shared, kDType>(p, stream);
   }
   if (const int tall = tall_tiles<Variants>(p); tall >= 0) {
     return launch_tile<typename Variants::Tall, kDType>(p, stream, tall);

@@ -63,7 +63,8 @@ struct FwdSmem {
   static constexpr int kBiasAt = kDrawAt + 8;
   static constexpr int kOutAt = kBiasAt + BiasRing::kBytes;
   static constexpr int kExactAt = kOutAt + QRing::kBytes * Tile::kWarpgroups;
-  static constexpr int kMailAt = (kExactAt + 4 * Tile::kWarpgroups + 7) / 8 * 8;
+  static constexpr int kJoinsAt = kExactAt + 4 * Tile::kWarpgroups;
+  static constexpr int kMailAt = (kJoinsAt + 4 * Tile::kWarpgroups + 7) / 8 * 8;
   static constexpr int kSlotsAt = (kMailAt + 24 + 15) / 16 * 16;
   static_assert(kSlotsAt + kWorkSlots * sizeof(FwdSlot<Tile>) <=
                 Tile::kSmemBarriers + Tile::kBarrierBytes);
@@ -87,6 +88,10 @@ struct FwdSmem {
   // Block from which on a warpgroup wants exact softmax; see Consumer::ask_for_exact.
   __device__ __forceinline__ uint32_t exact_from(int warpgroup) const {
     return base + kExactAt + 4 * warpgroup;
+  }
+  // kShareTail: whether a warpgroup has left the last part of its tile.
+  __device__ __forceinline__ uint32_t joins(int warpgroup) const {
+    return base + kJoinsAt + 4 * warpgroup;
   }
   // A phase a tile, completed shortly before its copies end.
   __device__ __forceinline__ uint32_t draw_barrier() const { return base + kDrawAt; }
@@ -205,13 +210,19 @@ __device__ __forceinline__ int draw(const FwdArgs& args, int num_tiles) {
   return drawn + gridDim.x / Tile::kCluster;
 }
 
+// Until the `count`-th tile is about to end and there is a slot for the next one.
+template <class Tile>
+__device__ __forceinline__ void wait_to_publish(const FwdSmem<Tile>& smem, uint32_t count) {
+  ptx::mbarrier_wait(smem.draw_barrier(), count % 2);
+  smem.work_ring().wait_empty(count + 1);
+}
+
 // The tile after the `count`-th. Not before that one is about to end: who takes the next one early
 // keeps it from others that are free by then.
 template <class Tile>
 __device__ __forceinline__ int draw_in_time(const FwdSmem<Tile>& smem, const FwdArgs& args,
                                             int num_tiles, uint32_t count) {
-  ptx::mbarrier_wait(smem.draw_barrier(), count % 2);
-  smem.work_ring().wait_empty(count + 1);
+  wait_to_publish(smem, count);
   return draw<Tile>(args, num_tiles);
 }
 

@@ -4,6 +4,7 @@
 #include "ptx/griddep.h"
 #include "sm90/fwd_ahead.cuh"
 #include "sm90/fwd_kernel.cuh"
+#include "sm90/fwd_tail.cuh"
 
 namespace flash_cuda::sm90 {
 
@@ -172,7 +173,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       } else if (Tile::has(kPacked) || (!Tile::has(kDense) && args.params.cu_seqlens_q)) {
         schedule_packed(smem, args);
       } else if (threadIdx.x == 32) {
-        schedule_dense(smem, args);
+        if constexpr (Tile::has(kShareTail)) {
+          schedule_shared(smem, args);
+        } else {
+          schedule_dense(smem, args);
+        }
       }
     } else if (Tile::kLoadsQApart && threadIdx.x == 32 * kQWarp) {
       ptx::griddep_wait();

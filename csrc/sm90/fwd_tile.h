@@ -17,6 +17,7 @@ enum FwdOption : unsigned {
   kNarrowBias = 32,  // a bias only of 16 bits and only by the copy engine
   kPacked = 64,      // queries and keys of packed sequences, all of them, no chunk
   kRagged = 128,     // a warpgroup whose rows all lie behind the last one takes no part in a tile
+  kShareTail = 512,  // with kDense: the last round of tiles is cut into equal shares
   kPair = 256,       // two blocks, with tiles that read the same K and V, copy them together
 };
 
@@ -71,6 +72,10 @@ struct FwdTile {
   static constexpr int kPanelCols = kPanelBytes / 2;
   static constexpr int kPanelsQK = kHeadDim / kPanelCols;
   static constexpr int kPanelsV = kHeadDimV / kPanelCols;
+
+  // kShareTail: a part of a tile in the workspace, in float4: a thread's rows of O, two references
+  // and two sums.
+  static constexpr int kPartVectors = 128 * kWarpgroups * (kHeadDimV / 8 + 1);
 
   // Columns of O that are staged at once.
   static constexpr int kOutCols = !has(kOutInParts) ? kHeadDimV : kHeadDimV > 192 ? 128 : 64;

@@ -5,6 +5,9 @@
 // TallDiagonal stand in for Long and Diagonal where their tiles of more rows end sooner
 // (fwd_launch.cuh). From kPairKeys keys a row on (0: never), pairs of blocks with Long's tile copy
 // K and V together. The figures behind it are in docs/tuning.md.
+//
+// Where kSharesTail says so, the last round of Long's tiles is cut into equal shares, if that saves
+// enough (fwd_tail.h).
 #pragma once
 
 #include "sm90/fwd_tile.h"
@@ -25,6 +28,7 @@ struct FwdVariants<64, 64> {
   using GeneralLong = General;
   using Tall = Long;
   using TallDiagonal = Diagonal;
+  static constexpr bool kSharesTail = true;
   static constexpr int kShortKeys = 0;
   static constexpr int kPairKeys = 0;
 };
@@ -37,6 +41,7 @@ struct FwdVariants<96, 96> {
   using GeneralLong = General;
   using Tall = Long;
   using TallDiagonal = Diagonal;
+  static constexpr bool kSharesTail = true;
   static constexpr int kShortKeys = 1024;
   static constexpr int kPairKeys = 0;
 };
@@ -50,6 +55,7 @@ struct FwdVariants<128, 128> {
   using GeneralLong = FwdTile<128, 128, 64, 3, 2, kGeneral | kNarrowBias>;
   using Tall = FwdTile<128, 128, 64, 3, 4, kPingPong | kDense | kRagged>;
   using TallDiagonal = FwdTile<128, 128, 64, 3, 4, kTrimBlocks | kDense | kRagged>;
+  static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
   static constexpr int kPairKeys = 0;
 };
@@ -62,6 +68,7 @@ struct FwdVariants<192, 128> {
   using GeneralLong = General;
   using Tall = Long;
   using TallDiagonal = Diagonal;
+  static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
   static constexpr int kPairKeys = 0;
 };
@@ -74,6 +81,7 @@ struct FwdVariants<192, 192> {
   using GeneralLong = General;
   using Tall = Long;
   using TallDiagonal = Diagonal;
+  static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
   static constexpr int kPairKeys = 0;
 };
@@ -86,6 +94,7 @@ struct FwdVariants<256, 256> {
   using GeneralLong = General;
   using Tall = Long;
   using TallDiagonal = Diagonal;
+  static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
   static constexpr int kPairKeys = 1024, kPairKeysDiagonal = 4096;
 };

@@ -12,8 +12,6 @@
 namespace flash_cuda::sm90 {
 namespace {
 
-size_t no_workspace(const FwdParams&) { return 0; }
-
 // With the tile of long calls.
 template <DType kDType, int kHeadDim, int kHeadDimV>
 constexpr FwdKernel fwd_row(const char* name) {
@@ -27,7 +25,7 @@ constexpr FwdKernel fwd_row(const char* name) {
           Tile::kBlockKV,
           Tile::kThreads,
           refuse_fwd,
-          no_workspace,
+          fwd_workspace_bytes<kHeadDim, kHeadDimV>,
           launch_fwd<kDType, kHeadDim, kHeadDimV>};
 }
 
