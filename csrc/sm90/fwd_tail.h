@@ -24,7 +24,7 @@ struct TailPlan {
   static TailPlan make(const FwdParams& p) {
     const int64_t tiles = int64_t{ceil_div(p.seqlen_q, Tile::kBlockQ)} * p.batch * p.num_heads_q;
     const int blocks = ceil_div(p.seqlen_kv, Tile::kBlockKV);
-    const int tail = static_cast<int>(tiles % p.num_sms);
+    const int tail = static_cast<int>(tiles % max_of(p.num_sms, 1));
     const int64_t saved = int64_t{p.num_sms - tail} * p.seqlen_kv;
     if (tail == 0 || tail * Tile::kWarpgroups > kMostShared ||
         saved < int64_t{kSavedKeys} * p.num_sms ||
