@@ -1,11 +1,11 @@
-// The main loop where K and V have many stages: blocks of 64 keys, three and four warpgroups.
+// The main loop where K and V have many stages: short blocks, three and four warpgroups.
 //
-// Such a block is 190 instructions a warp at head dim 64, 110 of them the softmax. The others cost
-// most where each waits for the one before and no S is under way. So whatever can be done between
-// the GEMMs and the wait for S is done there: to look whether the next stages are full and whether
-// exact softmax is asked for, to release the stages of the block before, if there are others
-// enough. P is converted while the vote on the sums runs; the few blocks that are repaired do it
-// again.
+// A block of 64 keys is 180 instructions a warp at head dim 64, 110 of them the softmax. The others
+// cost most where each waits for the one before and no S is under way. So whatever can be done
+// between the GEMMs and the wait for S is done there: to look whether the next stages are full and
+// whether exact softmax is asked for, to release the stages of the block before, if there are
+// others enough. P is converted while the vote on the sums runs; the few blocks that are repaired
+// do it again.
 //
 // V of a block has the turn of the K block after it, beside which it is multiplied: the two share
 // a stage's barriers. A tile of n blocks is n + 1 turns: the first has only K, the last only V.
