@@ -61,6 +61,9 @@ CASES = {
     "sm80": [Case("sm80", 64, LENGTHS[:2], every_site=True)],
     "sm90": [
         Case("sm90", 64, LENGTHS, every_site=True),
+        # A round of tiles and a third of one, which is shared.
+        Case("sm90", 64, ((300, 1500),), sms=3, causal=False),
+        Case("sm90", 96, ((300, 1100), (600, 1030), (300, 1500))),
         Case("sm90", 128, LENGTHS),
         # Two query heads of one KV head, each in a block of a pair.
         Case("sm90", 256, ((600, 1030),), sms=2, causal=False),
