@@ -142,6 +142,7 @@ def test_rows_that_fill_several_rounds(case: AttentionCase, backend: Backend) ->
     grid(AttentionCase(rows=(60,), keys=(70,), heads=3, heads_kv=1), head_dim=(64, 128), **CAUSAL),
     grid(AttentionCase(rows=(130,), keys=(140,)), window_right=(-1, 0), window_left=(-1, 20)),
     grid(AttentionCase(rows=(260,), keys=(50,), heads=4)),
+    grid(AttentionCase(rows=(560,), keys=(20,), heads=4)),
     grid(AttentionCase(rows=(60,), keys=(40,), heads=9, heads_kv=3, head_dim=128, spread=8.0)),
     grid(AttentionCase(rows=(270,), keys=(30,), heads=4, head_dim=128)),
     # On a device.

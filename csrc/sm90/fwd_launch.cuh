@@ -16,8 +16,9 @@ inline bool has_diagonal(const FwdParams& p) {
   return p.window_right < kUnbounded || p.window_left < kUnbounded || p.attention_chunk > 0;
 }
 
-// Below a diagonal of fewer tiles the last sections are walked as one, so that a launch ends with
-// short tiles; with more, sections are larger.
+// Below a diagonal the last sections are walked as one, so that a launch ends with short tiles: a
+// section that is begun with its longest tiles while others end leaves SMs idle. With many tiles a
+// head sections are larger.
 constexpr int kManyQBlocks = 16, kJoinedSections = 3;
 // The same where a head ends with lower tiles.
 constexpr int kJoinedLow = 2;
@@ -78,10 +79,13 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream, int tall_tiles) {
   FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream)};
   const bool full = !has_diagonal(p);
   if (Tile::kShiftsRows) shift_rows(args, full, tall_tiles, Tile::kBlockQ);
-  // Tiles that differ much in length.
+  // Tiles that differ much in length; those of two warpgroups lose what others gain by larger
+  // sections.
   const bool uneven = !full && args.q_blocks >= kManyQBlocks + Tile::kShiftsRows;
-  args.section = section_that_fills(p, args.q_blocks, uneven ? 2 : 1);
-  if (!full && (!uneven || Tile::kShiftsRows)) join_last_sections(args, kJoinedSections);
+  const bool paired = Tile::has(kPair);
+  args.section =
+      section_that_fills(p, args.q_blocks, uneven && (Tile::kWarpgroups > 2 || paired) ? 2 : 1);
+  if (!full && !(uneven && paired)) join_last_sections(args, kJoinedSections);
   if (args.lowest_last) join_last_sections(args, kJoinedLow);
   if (Tile::has(kPair)) {
     args.pair_heads = pairs_heads(p);
@@ -166,29 +170,31 @@ inline bool is_general_long(const FwdParams& p) {
   return !p.bias || (p.bias_dtype != DType::kFloat32 && bias_map_serves(p));
 }
 
-// Beside a tile of Long.
-constexpr TileTimes kLongTimes{1.0, 1.0, 1.0}, kTallTimes{1.45, 1.12, 0.88};
-
 // How many tiles of a head are of all of Tall's warpgroups, if Tall is not behind Long; or -1.
 template <class Variants>
 int tall_tiles(const FwdParams& p) {
   using Tall = typename Variants::Tall;
-  using Long = typename Variants::Long;
-  if (Tall::kBlockQ == Long::kBlockQ || !is_dense(p) || has_diagonal(p)) return -1;
-  const int64_t heads = int64_t(p.batch) * p.num_heads_q;
-  const Heights tall = best_heights<Tall::kWarpgroups>(p.seqlen_q, heads, p.num_sms, kTallTimes);
-  const Heights others = best_heights<Long::kWarpgroups>(p.seqlen_q, heads, p.num_sms, kLongTimes);
-  return tall.time <= others.time ? tall.tall : -1;
+  if constexpr (Tall::has(kRagged)) {
+    if (!is_dense(p) || has_diagonal(p)) return -1;
+    const int64_t heads = int64_t(p.batch) * p.num_heads_q;
+    const int64_t tiles = ceil_div(p.seqlen_q, Variants::Long::kBlockQ) * heads;
+    const Heights tall =
+        best_heights<Tall::kWarpgroups>(p.seqlen_q, heads, p.num_sms, Variants::kTallTimes);
+    if (tall.time <= time_of_tiles(tiles, 1.0, 0, 1.0, p.num_sms)) return tall.tall;
+  }
+  return -1;
 }
 
-// Below a diagonal without a window. The longest tiles come first, and one of TallDiagonal's takes
-// half as long again, so there must be others that follow.
+// Below a diagonal or in a window. The longest tiles come first, and one of TallDiagonal's takes
+// half as long again, so there must be others that follow. Rows that fill one or two of Diagonal's
+// would leave a third of a tall tile empty.
 template <class Variants>
 bool takes_tall_diagonal(const FwdParams& p) {
   using Tall = typename Variants::TallDiagonal;
+  using Others = typename Variants::Diagonal;
   const int64_t tiles = int64_t(ceil_div(p.seqlen_q, Tall::kBlockQ)) * p.batch * p.num_heads_q;
-  return Tall::kBlockQ > Variants::Diagonal::kBlockQ && is_dense(p) &&
-         p.window_left >= kUnbounded && tiles >= 2 * p.num_sms;
+  return Tall::kBlockQ > Others::kBlockQ && is_dense(p) && tiles >= 3 * p.num_sms &&
+         (p.seqlen_q > 2 * Others::kBlockQ || leaves_idle<Others>(p));
 }
 
 // Pairs of blocks pay where rows see many keys and all SMs have a tile. Below a diagonal neighbours

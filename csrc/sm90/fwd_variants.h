@@ -3,13 +3,15 @@
 // Short serves rows that see few keys (their tiles end often), Diagonal the others below a diagonal
 // or in a window, Long the rest, General every call with a score modification. Tall and
 // TallDiagonal stand in for Long and Diagonal where their tiles of more rows end sooner
-// (fwd_launch.cuh). From kPairKeys keys a row on (0: never), pairs of blocks with Long's tile copy
-// K and V together. The figures behind it are in docs/tuning.md.
+// (fwd_launch.cuh), with kTallTimes beside one of Long. From kPairKeys keys a row on (0: never),
+// pairs of blocks with Long's tile copy K and V together. The figures behind it are in
+// docs/tuning.md.
 //
 // Where kSharesTail says so, the last round of Long's tiles is cut into equal shares, if that saves
 // enough (fwd_tail.h).
 #pragma once
 
+#include "sm90/fwd_heights.h"
 #include "sm90/fwd_tile.h"
 
 namespace flash_cuda::sm90 {
@@ -53,8 +55,9 @@ struct FwdVariants<128, 128> {
   using Short = Long;
   using General = FwdTile<128, 128, 64, 2, 2, kPingPong | kGeneral>;
   using GeneralLong = FwdTile<128, 128, 64, 3, 2, kGeneral | kNarrowBias>;
-  using Tall = FwdTile<128, 128, 64, 3, 4, kPingPong | kDense | kRagged>;
+  using Tall = FwdTile<128, 128, 64, 3, 4, kDense | kRagged>;
   using TallDiagonal = FwdTile<128, 128, 64, 3, 4, kTrimBlocks | kDense | kRagged>;
+  static constexpr TileTimes kTallTimes{1.45, 1.12, 0.88};
   static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
   static constexpr int kPairKeys = 0;
