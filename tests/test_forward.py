@@ -165,8 +165,13 @@ def test_tiles_with_room_for_more_rows(case: AttentionCase, backend: Backend) ->
         dtype=("bfloat16", "float16"),
     ),
     grid(
-        AttentionCase(rows=(130,) * 6, keys=(4100,) * 6, heads=12, head_dim=232, window_right=0),
-        heads_kv=(6, 12),
+        AttentionCase(
+            rows=(130,) * 6, keys=(4100,) * 6, heads=12, heads_kv=6, head_dim=232, window_right=0
+        )
+    ),
+    grid(
+        AttentionCase(rows=(200,) * 9, keys=(2050,) * 9, heads=8, heads_kv=8, head_dim=192),
+        head_dim_v=(128, 192),
     ),
 )
 def test_pairs_of_blocks(case: AttentionCase, backend: Backend) -> None:

@@ -73,7 +73,7 @@ struct FwdVariants<192, 128> {
   using TallDiagonal = Diagonal;
   static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
-  static constexpr int kPairKeys = 0;
+  static constexpr int kPairKeys = 2048, kPairKeysDiagonal = kUnbounded;
 };
 template <>
 struct FwdVariants<192, 192> {
@@ -86,7 +86,7 @@ struct FwdVariants<192, 192> {
   using TallDiagonal = Diagonal;
   static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
-  static constexpr int kPairKeys = 0;
+  static constexpr int kPairKeys = 2048, kPairKeysDiagonal = kUnbounded;
 };
 template <>
 struct FwdVariants<256, 256> {
@@ -99,7 +99,7 @@ struct FwdVariants<256, 256> {
   using TallDiagonal = Diagonal;
   static constexpr bool kSharesTail = false;
   static constexpr int kShortKeys = 0;
-  static constexpr int kPairKeys = 1024, kPairKeysDiagonal = 4096;
+  static constexpr int kPairKeys = 1024, kPairKeysDiagonal = 8192;
 };
 
 }  // namespace flash_cuda::sm90

@@ -86,18 +86,24 @@ def test_forward(
 
 
 # So many keys, that two Hopper blocks copy K and V together: of two query heads, or of neighbours.
-PAIRS = [((600, 1030), False, 1), ((250, 1030), False, 2), ((250, 4100), True, 2)]
+PAIRS = [
+    (256, (600, 1030), False, 1),
+    (256, (250, 1030), False, 2),
+    (256, (250, 4100), True, 1),
+    (256, (130, 8200), True, 2),
+    (192, (250, 2050), False, 2),
+]
 
 
-@pytest.mark.parametrize(("lengths", "causal", "heads_kv"), PAIRS, ids=str)
+@pytest.mark.parametrize(("head_dim", "lengths", "causal", "heads_kv"), PAIRS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pairs_of_blocks(
-    arch: str, policy: str, lengths: tuple[int, int], causal: bool, heads_kv: int
+    arch: str, policy: str, head_dim: int, lengths: tuple[int, int], causal: bool, heads_kv: int
 ) -> None:
     if arch != "sm90":
         pytest.skip("only Hopper's forward has them")
     emulator.configure(arch, f"policy={policy},seed=1,sms=4,race={int(policy == 'random')}")
-    check_forward(arch, lengths, 256, causal, heads_kv)
+    check_forward(arch, lengths, head_dim, causal, heads_kv)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
