@@ -198,11 +198,13 @@ bool takes_tall_diagonal(const FwdParams& p) {
 }
 
 // Pairs of blocks pay where rows see many keys and all SMs have a tile. Below a diagonal neighbours
-// see different keys, so that one waits for the other.
+// see different keys, so that one waits for the other; heads do not.
 template <class Variants>
 bool takes_pairs(const FwdParams& p) {
   const int q_blocks = ceil_div(p.seqlen_q, Variants::Long::kBlockQ);
-  const int from = has_diagonal(p) ? Variants::kPairKeysDiagonal : Variants::kPairKeys;
+  const int from = !has_diagonal(p) ? Variants::kPairKeys
+                   : pairs_heads(p) ? Variants::kPairKeysDiagonal / 2
+                                    : Variants::kPairKeysDiagonal;
   return is_dense(p) && keys_of_a_row(p) >= from && p.num_sms >= 2 &&
          int64_t(q_blocks) * p.batch * p.num_heads_q >= p.num_sms &&
          (pairs_heads(p) || q_blocks % 2 == 0);
