@@ -210,13 +210,20 @@ bool takes_pairs(const FwdParams& p) {
          (pairs_heads(p) || q_blocks % 2 == 0);
 }
 
-// How the last round of Long's tiles is shared in a full call.
+// How the last round of Long's tiles is shared in a full call. Not where warpgroups without rows,
+// which the tiles of shares do not know, save more; each saves about half of its part of a tile.
 template <class Variants>
 TailPlan tail_plan(const FwdParams& p) {
   using Tile = typename Variants::Long;
   const bool may_share = Variants::kSharesTail && !is_general(p) && !has_diagonal(p) &&
                          p.seqlen_q > 0 && keys_of_a_row(p) > Variants::kShortKeys && is_dense(p);
-  return may_share ? TailPlan::make<Tile>(p) : TailPlan{0, 0, 0};
+  if (!may_share) return {0, 0, 0};
+  const TailPlan plan = TailPlan::make<Tile>(p);
+  const int64_t heads = int64_t{p.batch} * p.num_heads_q;
+  const int64_t warpgroups = ceil_div(p.seqlen_q, Tile::kBlockQ) * Tile::kWarpgroups;
+  const int64_t idle = (warpgroups - ceil_div(p.seqlen_q, 64)) * heads;
+  const int64_t saved = p.num_sms - (warpgroups / Tile::kWarpgroups * heads - plan.from);
+  return idle > 2 * Tile::kWarpgroups * saved ? TailPlan{0, 0, 0} : plan;
 }
 
 template <int kHeadDim, int kHeadDimV>
