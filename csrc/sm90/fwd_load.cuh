@@ -75,37 +75,35 @@ struct Loader {
       ptx::mbarrier_arrive_expect_tx_cluster(ptx::mapa(full, ptx::cluster_block_rank() ^ 1), bytes);
     }
   }
-  static __device__ __forceinline__ void load_panel(uint32_t dst, const CUtensorMap* map,
-                                                    uint32_t full, int panel, int kv_block,
-                                                    const MapRows& rows) {
-    dst += panel * Tile::kBlockKV * Tile::kPanelBytes;
-    const int column = panel * Tile::kPanelCols, row = kv_block * Tile::kBlockKV;
-    if constexpr (Tile::has(kPair)) {
-      load_rows_multicast<kMayClip>(dst, map, full, column, row, rows, 3, ptx::kEvictLast);
-    } else {
-      load_rows<kMayClip>(dst, map, full, column, row, rows, ptx::kEvictLast);
+  // A block of K or V into its stage.
+  template <int kPanels>
+  static __device__ __forceinline__ void copy_block(uint32_t dst, const CUtensorMap* map,
+                                                    int kv_block, const MapRows& rows,
+                                                    uint32_t full) {
+    const int row = kv_block * Tile::kBlockKV;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const uint32_t to = dst + panel * Tile::kBlockKV * Tile::kPanelBytes;
+      const int column = panel * Tile::kPanelCols;
+      if constexpr (Tile::has(kPair)) {
+        load_rows_multicast<kMayClip>(to, map, full, column, row, rows, 3, ptx::kEvictLast);
+      } else {
+        load_rows<kMayClip>(to, map, full, column, row, rows, ptx::kEvictLast);
+      }
     }
+  }
+  __device__ __forceinline__ void copy_k(int kv_block, const MapRows& rows, uint32_t full) {
+    copy_block<Tile::kPanelsQK>(smem.k(k_count), &args.k_map, kv_block, rows, full);
+    ++k_count;
+  }
+  __device__ __forceinline__ void copy_v(int kv_block, const MapRows& rows, uint32_t full) {
+    copy_block<Tile::kPanelsV>(smem.v(v_count), &args.v_map, kv_block, rows, full);
+    ++v_count;
   }
   // In place of idle warpgroups, where they do not pass over K and V themselves.
   __device__ __forceinline__ void give_up(uint32_t empty, int arrivals) {
     if (!Tile::has(kRagged) || Tile::kLooksAhead || idle == 0) return;
     ptx::mbarrier_arrive(empty, idle * arrivals);
-  }
-  __device__ __forceinline__ void copy_k(int kv_block, const MapRows& rows, uint32_t full) {
-    const uint32_t dst = smem.k(k_count);
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanelsQK; ++panel) {
-      load_panel(dst, &args.k_map, full, panel, kv_block, rows);
-    }
-    ++k_count;
-  }
-  __device__ __forceinline__ void copy_v(int kv_block, const MapRows& rows, uint32_t full) {
-    const uint32_t dst = smem.v(v_count);
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanelsV; ++panel) {
-      load_panel(dst, &args.v_map, full, panel, kv_block, rows);
-    }
-    ++v_count;
   }
   __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
     if (!is_mine(Tile::kLoadsK)) return;

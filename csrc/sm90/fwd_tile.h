@@ -17,8 +17,8 @@ enum FwdOption : unsigned {
   kNarrowBias = 32,  // a bias only of 16 bits and only by the copy engine
   kPacked = 64,      // queries and keys of packed sequences, all of them, no chunk
   kRagged = 128,     // a warpgroup whose rows all lie behind the last one takes no part in a tile
-  kShareTail = 512,  // with kDense: the last round of tiles is cut into equal shares
   kPair = 256,       // two blocks, with tiles that read the same K and V, copy them together
+  kShareTail = 512,  // with kDense: the last round of tiles is cut into equal shares
 };
 
 // A block computes kBlockQ rows of O, 64 a warpgroup; K and V have kStages stages each.
