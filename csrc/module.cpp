@@ -245,6 +245,7 @@ py::dict dict_of(const Explanation& e) {
   d["block_q"] = e.block_q;
   d["block_kv"] = e.block_kv;
   d["threads"] = e.threads;
+  d["cluster"] = e.cluster;
   d["split"] = e.split;
   d["num_splits"] = e.num_splits;
   d["split_size"] = e.split_size;

@@ -18,6 +18,7 @@ class ExplanationDict(TypedDict):
     block_q: int
     block_kv: int
     threads: int
+    cluster: int
     split: bool
     num_splits: int
     split_size: int

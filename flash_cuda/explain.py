@@ -67,10 +67,11 @@ class Explanation:
     Attributes:
         served: whether anything does.
         kernel: its name, ``"sm90_fwd_hdim128"`` or ``"cpu"``; empty if nothing serves the call.
-        block_q: query rows of the kernel's plain tile; 0 for the CPU engine, as for the next two.
-            Some calls take another tile, causal ones at head dim 128 on Hopper one of 192 x 64.
+        block_q: query rows of the tile that serves the call (on Hopper's forward it depends on the
+            shape; one with fewer rows may end a head); 0 for the CPU engine, as for the next two.
         block_kv: keys of a tile.
         threads: threads of a block.
+        cluster: thread blocks that copy K and V together.
         num_splits: parts that the keys are cut into.
         split_size: keys of a part, where the caller fixed them.
         pack_gqa: whether query heads of one KV head share a tile.
@@ -85,6 +86,7 @@ class Explanation:
     block_q: int = 0
     block_kv: int = 0
     threads: int = 0
+    cluster: int = 1
     num_splits: int = 1
     split_size: int = 0
     pack_gqa: bool = False
@@ -384,6 +386,7 @@ def _explanation(answer: _C.ExplanationDict) -> Explanation:
         block_q=answer["block_q"],
         block_kv=answer["block_kv"],
         threads=answer["threads"],
+        cluster=answer["cluster"],
         num_splits=answer["num_splits"],
         split_size=answer["split_size"],
         pack_gqa=answer["pack_gqa"],

@@ -197,6 +197,41 @@ def test_a_named_device(device: Any) -> None:
     assert answer.threads > 0
 
 
+# On 132 SMs: heads, heads of K, rows, head dim, causal; the tile and how many blocks share K and V.
+@kernels
+@pytest.mark.parametrize(
+    ("call", "tile"),
+    [
+        ((16, 16, 512, 128, False), (128, 128, 1)),
+        ((16, 16, 1024, 128, False), (192, 64, 2)),
+        # Eleven tiles would be twelve in pairs.
+        ((16, 16, 2048, 128, False), (192, 64, 1)),
+        ((16, 2, 2048, 128, False), (192, 64, 2)),
+        ((16, 16, 512, 128, True), (192, 64, 1)),
+        ((16, 16, 4096, 128, True), (192, 64, 1)),
+        ((16, 16, 16384, 128, True), (192, 64, 2)),
+        ((16, 2, 2048, 128, True), (192, 64, 2)),
+        ((8, 8, 512, 256, False), (128, 64, 1)),
+        ((8, 8, 4096, 256, False), (128, 64, 2)),
+        ((8, 8, 4096, 256, True), (128, 64, 1)),
+        ((32, 32, 4096, 64, False), (256, 64, 1)),
+    ],
+    ids=str,
+)
+def test_the_tile_is_that_of_the_call(
+    call: tuple[int, int, int, int, bool], tile: tuple[int, int, int]
+) -> None:
+    if 90 not in [row["arch"] for row in _C.kernel_table()]:
+        pytest.skip("this build lacks the kernels of sm90")
+    heads, heads_k, rows, head_dim, causal = call
+    q = (16384 // rows, rows, heads, head_dim)
+    k = (16384 // rows, rows, heads_k, head_dim)
+    answer = flash_cuda.explain(q, k, k, device="h100", causal=causal)
+    assert (answer.block_q, answer.block_kv, answer.cluster) == tile
+    assert f"tiles of {tile[0]} queries x {tile[1]} keys" in str(answer)
+    assert ("clusters of 2 blocks" in str(answer)) == (answer.cluster == 2)
+
+
 @kernels
 def test_every_kernel_is_reached() -> None:
     """The table has no row that dispatch cannot choose, for its own folder and head size."""

@@ -173,6 +173,29 @@ def test_tiles_with_room_for_more_rows(case: AttentionCase, backend: Backend) ->
         AttentionCase(rows=(200,) * 9, keys=(2050,) * 9, heads=8, heads_kv=8, head_dim=192),
         head_dim_v=(128, 192),
     ),
+    # Tiles of 192 rows: as many for each head as make pairs, or an odd number in pairs of heads.
+    grid(
+        AttentionCase(rows=(768,) * 9, keys=(1030,) * 9, heads=8, heads_kv=8, head_dim=128),
+        dtype=("bfloat16", "float16"),
+    ),
+    grid(AttentionCase(rows=(1000,) * 9, keys=(1030,) * 9, heads=8, heads_kv=8, head_dim=128)),
+    grid(
+        AttentionCase(
+            rows=(400,) * 9, keys=(1030,) * 9, heads=8, heads_kv=4, head_dim=128, spread=8.0
+        )
+    ),
+    grid(
+        AttentionCase(
+            rows=(400,) * 14, keys=(4100,) * 14, heads=12, heads_kv=6, head_dim=128, window_right=0
+        ),
+        window_left=(-1, 4095),
+    ),
+    grid(
+        AttentionCase(
+            rows=(700,) * 9, keys=(8200,) * 9, heads=12, heads_kv=12, head_dim=128, window_right=0
+        ),
+        spread=(1.0, 8.0),
+    ),
 )
 def test_pairs_of_blocks(case: AttentionCase, backend: Backend) -> None:
     """Keys and tiles enough for pairs of Hopper blocks that share K and V: neighbours, heads."""

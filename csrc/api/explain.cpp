@@ -32,6 +32,13 @@ void explain_call(Explanation& e, const FwdArgs& a, const Sizes& s, const Kernel
   const FwdCall call = prepare_fwd(a, s, kernels);
   const int64_t partials = call.out_partial_numel + call.lse_partial_numel;
   describe(e, *call.kernel, call.workspace_bytes + sizeof(float) * static_cast<size_t>(partials));
+  if (call.kernel->tile) {
+    const FwdTileShape tile = call.kernel->tile(call.params);
+    e.block_q = tile.block_q;
+    e.block_kv = tile.block_kv;
+    e.threads = tile.threads;
+    e.cluster = tile.cluster;
+  }
   e.split = call.combine != nullptr || call.params.dealt_out;
   e.dealt_out = call.params.dealt_out;
   e.num_splits = call.params.num_splits;
@@ -209,6 +216,7 @@ std::string text_of(const Explanation& e) {
   if (e.arch == 0) return "served without a kernel: there is nothing to attend to";
   std::string text = join(e.kernel, " (csrc/sm", e.arch, "): tiles of ", e.block_q, " queries x ",
                           e.block_kv, " keys, ", e.threads, " threads");
+  if (e.cluster > 1) text += join(", clusters of ", e.cluster, " blocks that share K and V");
   if (e.pack_gqa) text += ", query heads of a KV head packed into one tile";
   if (e.split) {
     text += e.dealt_out        ? join("\nKV dealt out evenly, by the lengths on the device, about ",

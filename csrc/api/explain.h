@@ -11,7 +11,7 @@ namespace flash_cuda {
 struct Explanation {
   bool served = false;
   std::string kernel;  // "sm90_fwd_hdim128"; "none needed" where the result is known without one
-  int arch = 0, block_q = 0, block_kv = 0, threads = 0;
+  int arch = 0, block_q = 0, block_kv = 0, threads = 0, cluster = 1;
   int num_splits = 1, split_size = 0;
   bool split = false;      // partials and a merge
   bool dealt_out = false;  // the parts follow from the lengths on the device

@@ -12,12 +12,17 @@ using cudaStream_t = struct CUstream_st*;
 
 namespace flash_cuda {
 
+// The tile of a call: rows and keys, threads of a block, blocks of a cluster.
+struct FwdTileShape {
+  int block_q, block_kv, threads, cluster;
+};
+
 struct FwdKernel {
   const char* name;  // "sm90_fwd_hdim128"
   int arch;          // folder: 80, 90, 100
   DType dtype;
   int head_dim, head_dim_v;        // the largest served; smaller ones are predicated
-  int block_q, block_kv, threads;  // of the plain variant, for explain()
+  int block_q, block_kv, threads;  // of the plain variant
   // Null: this call is served. Else why not, as text to show ("dropout is served by sm80").
   const char* (*refuse)(const FwdParams&);
   size_t (*workspace_bytes)(const FwdParams&);
@@ -25,6 +30,8 @@ struct FwdKernel {
   void (*launch)(const FwdParams&, cudaStream_t);
   // Of split-KV kernels: serves FwdParams::dealt_out, which is taken unless the caller cuts.
   bool deals_out = false;
+  // The tile that serves this call; null where that is the plain variant's.
+  FwdTileShape (*tile)(const FwdParams&) = nullptr;
 };
 
 struct BwdKernel {

@@ -18,7 +18,7 @@ namespace flash_cuda::sm90 {
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::release_turn(uint32_t turn) {
   __syncwarp();
-  if (lane() == 0) ptx::mbarrier_arrive(smem.k_ring().empty(turn));
+  if (lane() == 0) arrive_at(turn % Tile::kCluster, smem.k_ring().empty(turn));
 }
 
 template <class Tile, DType kDType>

@@ -39,14 +39,16 @@ inline double time_of_tiles(int64_t many, double time, int64_t few, double short
   return start + until;
 }
 
-// Of heads with `rows` rows each.
+// Of heads with `rows` rows each; by_two: an even number of tiles for each.
 template <int kWarpgroups>
-Heights best_heights(int rows, int64_t heads, int sms, const TileTimes& times) {
+Heights best_heights(int rows, int64_t heads, int sms, const TileTimes& times,
+                     bool by_two = false) {
   constexpr int kFewest = 6;  // tiles of a head that may be low
   const int slices = ceil_div(rows, 64);
   Heights best{0, 1e300};
   for (int tall = slices / kWarpgroups; tall >= max_of(slices / kWarpgroups - kFewest, 0); --tall) {
     const int left = slices - tall * kWarpgroups;
+    if (by_two && (tall + ceil_div(left, kWarpgroups - 1)) % 2) continue;
     // Where the last tile has still fewer, it counts as a part of one.
     const double last = left % (kWarpgroups - 1) ? times.one / times.one_fewer : 0;
     const double low = double(heads) * (left / (kWarpgroups - 1) + last);

@@ -105,8 +105,14 @@ struct Loader {
     if (!Tile::has(kRagged) || Tile::kLooksAhead || idle == 0) return;
     ptx::mbarrier_arrive(empty, idle * arrivals);
   }
+  // A turn that the other block of the pair copies.
+  __device__ __forceinline__ void skip_turn() {
+    if (!Tile::kLooksAhead) return;
+    ++k_count;
+    ++v_count;
+  }
   __device__ __forceinline__ void load_k(int kv_block, const MapRows& rows) {
-    if (!is_mine(Tile::kLoadsK)) return;
+    if (!is_mine(Tile::kLooksAhead ? k_count % 2 : Tile::kLoadsK)) return skip_turn();
     const auto ring = smem.k_ring();
     const uint32_t full = ring.full(k_count);
     ring.wait_empty(k_count);
@@ -117,7 +123,7 @@ struct Loader {
     if (Tile::kLooksAhead) ++v_count;
   }
   __device__ __forceinline__ void load_v(int kv_block, const MapRows& rows) {
-    if (!is_mine(Tile::kLoadsV)) return;
+    if (!is_mine(Tile::kLooksAhead ? k_count % 2 : Tile::kLoadsV)) return skip_turn();
     const auto ring = smem.v_ring();
     const uint32_t full = ring.full(v_count);
     ring.wait_empty(v_count);
@@ -133,10 +139,11 @@ struct Loader {
       load_v(kv_block + 1, rows);
       return;
     }
+    if (!is_mine(k_count % 2)) return skip_turn();
     const auto ring = smem.k_ring();
     const uint32_t full = ring.full(k_count);
     ring.wait_empty(k_count);
-    ptx::mbarrier_arrive_expect_tx(full, Tile::kStageBytesK + Tile::kStageBytesV);
+    expect_stage(full, Tile::kStageBytesK + Tile::kStageBytesV);
     copy_k(kv_block, rows, full);
     copy_v(kv_block + 1, rows, full);
   }

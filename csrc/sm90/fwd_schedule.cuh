@@ -48,7 +48,7 @@ __device__ __forceinline__ void fill_slot(FwdSlot<Tile>& slot, const FwdArgs& ar
   const int q_begin = tile_row<Tile>(args, work.q_block);
   const bool neighbours = Tile::has(kPair) && !args.pair_heads;
   const BlockRange own_block = mask.kv_blocks(q_begin, Tile::kBlockQ, Tile::kBlockKV);
-  const BlockRange all = neighbours ? mask.kv_blocks(work.q_block / 2 * 2 * Tile::kBlockQ,
+  const BlockRange all = neighbours ? mask.kv_blocks(tile_row<Tile>(args, work.q_block / 2 * 2),
                                                      2 * Tile::kBlockQ, Tile::kBlockKV)
                                     : own_block;
   slot.kv_begin = all.begin;
@@ -140,6 +140,7 @@ __device__ __forceinline__ FwdWork pair_work(const FwdArgs& args, int index, int
                                              uint32_t tiles) {
   if (args.pair_heads) return dense_work(args, 2 * index + rank);
   FwdWork work = dense_work(args.params, args.q_blocks / 2, args.section, index, args.joined_from);
+  if (args.lowest_last) work.q_block = args.q_blocks / 2 - 1 - work.q_block;
   work.q_block = 2 * work.q_block + (rank ^ static_cast<int>(tiles % 2));
   return work;
 }

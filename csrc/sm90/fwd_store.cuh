@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs args) {
   extern __shared__ uint8_t smem_raw[];
   const uint32_t dynamic = (ptx::smem_addr(smem_raw) + 1023) & ~1023u;
-  const FwdSmem<Tile> smem{Tile::kLooksAhead ? Tile::kSmemBase : dynamic};
-  // Above 24 bits an address has the block's place in its cluster.
+  const FwdSmem<Tile> smem{Tile::kLooksAhead && !Tile::has(kPair) ? Tile::kSmemBase : dynamic};
+  // Above 24 bits an address has the block's place in its cluster, so it is no constant in a pair.
   if (Tile::kLooksAhead && dynamic % (1 << 24) > Tile::kSmemBase) __trap();
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();

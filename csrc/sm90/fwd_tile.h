@@ -41,7 +41,8 @@ struct FwdTile {
   static constexpr bool kMayChunk = !has(kDense) && !has(kPacked);
   // A warp of the producer stores what a warpgroup stages; elsewhere warpgroups store themselves.
   static constexpr bool kStoresApart = has(kDense) && kWarpgroups == 2;
-  // Blocks of a cluster. Of a pair the first copies K, the second V, into both.
+  // Blocks of a cluster. Of a pair the first copies K, the second V, into both; or, where K and V
+  // have turns in common (kLooksAhead), each copies every other turn.
   static constexpr int kCluster = has(kPair) ? 2 : 1;
   static constexpr int kLoadsK = 0, kLoadsV = kCluster - 1;
   // Warpgroups walk fewer KV blocks than are copied.
@@ -108,7 +109,7 @@ struct FwdTile {
   // for another, unless it waits for all that it passes over.
   static_assert(!has(kRagged) || ((has(kPingPong) || kLooksAhead) && !kStoresApart));
   static_assert(kSmemBytes <= 232448, "more shared memory than a block can have");
-  static_assert(!has(kPair) || (has(kDense) && !has(kRagged) && !kLooksAhead), "not written");
+  static_assert(!has(kPair) || (has(kDense) && (!has(kRagged) || kLooksAhead)), "not written");
   static_assert(!has(kPair) || kBlockQ <= kStages * kBlockKV,
                 "who passes over K blocks releases their V later: both must be in the rings");
   static_assert(kHeadDimV % kOutCols == 0 && kOutCols % kPanelCols == 0, "parts are whole panels");

@@ -7,10 +7,18 @@
 #include "sm90/bwd_wide.h"
 #include "sm90/bwd_wide_tile.h"
 #include "sm90/fwd.h"
-#include "sm90/fwd_variants.h"
+#include "sm90/fwd_choice.h"
 
 namespace flash_cuda::sm90 {
 namespace {
+
+template <int kHeadDim, int kHeadDimV>
+FwdTileShape fwd_tile(const FwdParams& params) {
+  return with_tile<FwdVariants<kHeadDim, kHeadDimV>>(params, [](auto tile, int) {
+    using Tile = typename decltype(tile)::Type;
+    return FwdTileShape{Tile::kBlockQ, Tile::kBlockKV, Tile::kThreads, Tile::kCluster};
+  });
+}
 
 // With the tile of long calls.
 template <DType kDType, int kHeadDim, int kHeadDimV>
@@ -26,7 +34,9 @@ constexpr FwdKernel fwd_row(const char* name) {
           Tile::kThreads,
           refuse_fwd,
           fwd_workspace_bytes<kHeadDim, kHeadDimV>,
-          launch_fwd<kDType, kHeadDim, kHeadDimV>};
+          launch_fwd<kDType, kHeadDim, kHeadDimV>,
+          false,
+          fwd_tile<kHeadDim, kHeadDimV>};
 }
 
 constexpr FwdKernel kFwd[] = {

@@ -67,6 +67,7 @@ CASES = {
         Case("sm90", 128, LENGTHS),
         # Two query heads of one KV head, each in a block of a pair.
         Case("sm90", 256, ((600, 1030),), sms=2, causal=False),
+        Case("sm90", 128, ((576, 1030),), sms=2, causal=False),
     ],
     "sm100": [Case("sm100", 64, LENGTHS, every_site=True), Case("sm100", 256, LENGTHS)],
 }

@@ -60,10 +60,16 @@ def inputs(lengths: tuple[int, int], head_dim: int, heads_kv: int = 1) -> list[t
 
 
 def check_forward(
-    arch: str, lengths: tuple[int, int], head_dim: int, causal: bool, heads_kv: int = 1
+    arch: str,
+    lengths: tuple[int, int],
+    head_dim: int,
+    causal: bool,
+    heads_kv: int = 1,
+    cluster: int = 1,
 ) -> None:
     q, k, v = inputs(lengths, head_dim, heads_kv)
     with flash_cuda.use_kernel(f"emulated:{arch}"):
+        assert flash_cuda.explain(q, k, v, causal=causal).cluster == cluster
         out = flash_cuda.attention(q, k, v, causal=causal)
     wide = [x.repeat_interleave(2 // heads_kv, 2) for x in (k, v)]
     expected = reference(q, *wide, causal)
@@ -86,12 +92,19 @@ def test_forward(
 
 
 # So many keys, that two Hopper blocks copy K and V together: of two query heads, or of neighbours.
+# Head dim, lengths, causal, KV heads of two query heads.
 PAIRS = [
     (256, (600, 1030), False, 1),
     (256, (250, 1030), False, 2),
-    (256, (250, 4100), True, 1),
-    (256, (130, 8200), True, 2),
+    (256, (250, 2100), True, 1),
+    (256, (130, 6200), True, 2),
     (192, (250, 2050), False, 2),
+    (192, (250, 4100), True, 1),
+    # Tiles of 192 rows, and of 128 or 64 at the end of a head, or at its begin below a diagonal.
+    (128, (768, 1030), False, 1),
+    (128, (1020, 1030), False, 2),
+    (128, (1000, 2100), True, 1),
+    (128, (1000, 6200), True, 2),
 ]
 
 
@@ -103,7 +116,7 @@ def test_pairs_of_blocks(
     if arch != "sm90":
         pytest.skip("only Hopper's forward has them")
     emulator.configure(arch, f"policy={policy},seed=1,sms=4,race={int(policy == 'random')}")
-    check_forward(arch, lengths, head_dim, causal, heads_kv)
+    check_forward(arch, lengths, head_dim, causal, heads_kv, cluster=2)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
