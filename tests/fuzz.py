@@ -1,6 +1,7 @@
 """Draws any legal combination of features, runs it and compares it with the oracle.
 
     python tests/fuzz.py --seconds 120 --backend cuda
+    python tests/fuzz.py --seconds 120 --backend cuda --large           see fuzz_large.py
     python tests/fuzz.py --backend cuda --case '{"rows": [3], ...}'     what a failure prints
 
 `draw_case` takes its choices from a function, so that hypothesis draws from the same space.
@@ -13,7 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ if __package__ in (None, ""):  # started as a script
 
 from tests.cases import AttentionCase
 from tests.check import Backend, Unsupported, check
+from tests.fuzz_large import LargeCase, check_large, draw_large, num_sms
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -122,29 +124,55 @@ def _dtypes(backend: Backend) -> tuple[str, ...]:
     return ("bfloat16", "bfloat16", "float16", "float8_e4m3fn")
 
 
-def fuzz(backend: Backend, seconds: float, seed: int, small: bool, most_failures: int) -> int:
-    """Runs random cases until the time is up; returns the number of failures."""
-    generator = random.Random(seed)
-    end = time.monotonic() + seconds
-    ran, failures, refused = 0, 0, Counter[str]()
-    while time.monotonic() < end and failures < most_failures:
+# A case, and what runs it, compares it and may say what served it.
+Drawn = tuple[Any, Callable[[Any, Backend], str | None]]
+
+
+def small_cases(backend: Backend, generator: random.Random, small: bool) -> Iterator[Drawn]:
+    while True:
         case = draw_case(
             generator.choice, _dtypes(backend), small, generator.randrange(1 << 30),
             served=not backend.is_engine,
         )  # fmt: skip
+        yield case, check
+
+
+def large_cases(backend: Backend, generator: random.Random) -> Iterator[Drawn]:
+    sms = num_sms(backend)
+    while True:
+        case = draw_large(
+            generator.choice, ("bfloat16", "float16"), sms, backend.is_emulated,
+            generator.randrange(1 << 30),
+        )  # fmt: skip
+        yield case, check_large
+
+
+def fuzz(
+    backend: Backend, seconds: float, seed: int, small: bool, most_failures: int, large: bool
+) -> int:
+    """Runs random cases until the time is up; returns the number of failures."""
+    generator = random.Random(seed)
+    end = time.monotonic() + seconds
+    cases = large_cases(backend, generator) if large else small_cases(backend, generator, small)
+    failures, refused, served = 0, Counter[str](), Counter[str]()
+    flag = " --large" if large else ""
+    while time.monotonic() < end and failures < most_failures:
+        case, judge = next(cases)
         try:
-            check(case, backend)
-            ran += 1
+            served[judge(case, backend) or ""] += 1
         except Unsupported as refusal:
             refused[str(refusal)] += 1
         except Exception as error:
             failures += 1
             print(f"FAILED: {type(error).__name__}: {error}")
-            print(f"  python tests/fuzz.py --backend {backend.name} --case '{case.to_json()}'")
-    print(f"{backend.name}, seed {seed}: {ran} cases agreed, {failures} failed, "
-          f"{sum(refused.values())} not served")  # fmt: skip
-    for reason, count in refused.most_common(20):
-        print(f"  {count} x {reason}")
+            print(
+                f"  python tests/fuzz.py{flag} --backend {backend.name} --case '{case.to_json()}'"
+            )
+    print(f"{backend.name}, seed {seed}: {served.total()} cases agreed, {failures} failed, "
+          f"{refused.total()} not served")  # fmt: skip
+    for reason, count in [*served.most_common(), *refused.most_common(20)]:
+        if reason:
+            print(f"  {count} x {reason}")
     return failures
 
 
@@ -154,17 +182,22 @@ def main() -> int:
     parser.add_argument("--backend", default="cpu", help="cpu, cuda or emulated:ARCH")
     parser.add_argument("--seed", type=int, default=None, help="default: the time")
     parser.add_argument("--small", action="store_true", help="short sequences only")
+    parser.add_argument("--large", action="store_true", help="dense forwards that fill a device")
     parser.add_argument("--most-failures", type=int, default=10, help="stop after so many")
     parser.add_argument("--case", help="run this one case, as a failure prints it")
     options = parser.parse_args()
     backend = Backend(options.backend)
     if options.case:
-        check(AttentionCase.from_json(options.case), backend)
+        if options.large:
+            check_large(LargeCase.from_json(options.case), backend)
+        else:
+            check(AttentionCase.from_json(options.case), backend)
         print("agrees")
         return 0
     seed = int(time.time()) if options.seed is None else options.seed
     small = options.small or backend.device == "cpu"
-    return min(fuzz(backend, options.seconds, seed, small, options.most_failures), 1)
+    failures = fuzz(backend, options.seconds, seed, small, options.most_failures, options.large)
+    return min(failures, 1)
 
 
 if __name__ == "__main__":

@@ -106,5 +106,5 @@ def check(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
         ("out", got[0], want[0], 1.2e-2, 1e-2),
         ("lse", got[1], want[1], 2e-3, 1e-5),
     ):
-        error = (tensor.cpu().double() - exact).abs()
+        error = (tensor.to(exact.device).double() - exact).abs()
         assert bool((error <= absolute + relative * exact.abs()).all()), (name, error.max())

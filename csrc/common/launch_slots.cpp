@@ -4,21 +4,17 @@
 
 namespace flash_cuda {
 
-int LaunchSlots::next_shared() {
-  return stream_slots_ + static_cast<int>(next_++ % static_cast<unsigned>(all_ - stream_slots_));
-}
-
 int LaunchSlots::slot_of(cudaStream_t stream) {
-  if (is_capturing(stream)) return next_shared();
+  if (is_capturing(stream)) {
+    return stream_slots_ +
+           static_cast<int>(captured_++ % static_cast<unsigned>(all_ - stream_slots_));
+  }
   unsigned long long id = 0;  // never reused in a process; handles are
   check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = known_.find(id);
-  if (found != known_.end()) return found->second;
-  const int slot = static_cast<int>(known_.size());
-  if (slot == stream_slots_) return next_shared();
-  known_.emplace(id, slot);
-  return slot;
+  return devices_.try_emplace(device, stream_slots_).first->second.slot_of(id);
 }
 
 }  // namespace flash_cuda
