@@ -14,6 +14,7 @@ struct FwdTileArgs {
   int q_blocks = 0;              // of one sequence, dense
   int section = 1;               // (batch, head) pairs whose K and V share the L2 cache, dense
   int joined_from = kUnbounded;  // pairs from here on are one section, a multiple of the others
+  int held_back = 0;             // Q blocks of a pair that come behind all sections
 };
 
 // Rows of a tile, and what the copy engine moves at once.

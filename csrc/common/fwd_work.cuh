@@ -24,13 +24,19 @@ struct alignas(16) FwdWork {
 
 // Tile `index` of `pairs` (batch, head) pairs with `q_blocks` tiles each: sections of pairs, inside
 // one the Q blocks from the last (which sees most keys under a causal mask) to the first, pairs
-// fastest. From pair `joined_from` on, sections are one.
+// fastest. From pair `joined_from` on, sections are one. The first `held_back` Q blocks, which see
+// few keys under a causal mask, come behind all sections.
 struct TilePlace {
   int q_block, pair;
   FLASH_CUDA_HOST_DEVICE static TilePlace find(int index, int pairs, int q_blocks, int section,
-                                               int joined_from = kUnbounded) {
-    const int first = min_of(index / (section * q_blocks) * section, joined_from);
-    const int rest = index - first * q_blocks;
+                                               int joined_from = kUnbounded, int held_back = 0) {
+    const int walked = q_blocks - held_back;
+    if (index >= walked * pairs) {
+      const int left = index - walked * pairs;
+      return {held_back - 1 - left / pairs, left % pairs};
+    }
+    const int first = min_of(index / (section * walked) * section, joined_from);
+    const int rest = index - first * walked;
     const int width = first == joined_from ? pairs - first : min_of(section, pairs - first);
     const int block = rest / width;
     return {q_blocks - 1 - block, first + rest - block * width};
@@ -53,9 +59,9 @@ FLASH_CUDA_HOST_DEVICE FwdWork make_work(const SeqInfo& info, int batch, int hea
 
 // Tile `index` where every sequence has a slot of the same length.
 FLASH_CUDA_HOST_DEVICE FwdWork dense_work(const FwdParams& p, int q_blocks, int section, int index,
-                                          int joined_from = kUnbounded) {
+                                          int joined_from = kUnbounded, int held_back = 0) {
   const TilePlace place =
-      TilePlace::find(index, p.batch * p.num_heads_q, q_blocks, section, joined_from);
+      TilePlace::find(index, p.batch * p.num_heads_q, q_blocks, section, joined_from, held_back);
   const int batch = place.pair / p.num_heads_q;
   return make_work(seq_info(p, batch), batch, place.pair - batch * p.num_heads_q, place.q_block);
 }

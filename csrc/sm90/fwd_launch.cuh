@@ -11,13 +11,12 @@
 
 namespace flash_cuda::sm90 {
 
-// Below a diagonal the last sections are walked as one, so that a launch ends with short tiles: a
-// section that is begun with its longest tiles while others end leaves SMs idle. With many tiles a
-// head sections are larger.
-constexpr int kManyQBlocks = 16, kJoinedSections = 3;
-// Of pairs of tiles of two warpgroups, of which as many are on the device at a time.
-constexpr int kJoinedPairs = 2;
-// The same where a head ends with lower tiles.
+// Below a diagonal a launch is to end with short tiles, so that all SMs end at the same time. So
+// the tiles that see at most a quarter of the keys are held back until those of all heads are drawn
+// (they are few, and read few keys again), and the last sections are walked as one; more of them
+// where none are held back. With many tiles a head sections are larger.
+constexpr int kHeldShare = 4, kJoinedHeld = 2, kJoined = 3, kManyQBlocks = 16;
+// The last sections of a full call where a head ends with lower tiles.
 constexpr int kJoinedLow = 2;
 
 // (batch, head) pairs that are walked together, whole groups: their tiles fill the device so often.
@@ -41,6 +40,18 @@ inline void join_last_sections(FwdArgs& args, int count) {
   args.joined_from = max_of(sections - count, 0) * args.section;
 }
 
+// Q blocks of each head that are held back; an even number in pairs. Of small tiles it takes more
+// until that pays.
+template <class Tile>
+int held_back(const FwdParams& p, int q_blocks) {
+  constexpr int kLeast = Tile::kWarpgroups > 2 ? 4 : 10;
+  if (q_blocks < kLeast || p.attention_chunk > 0) return 0;
+  const int keys_of_first = Mask::make(p, p.seqlen_q, p.seqlen_kv).kv_end(0);
+  const int rows = static_cast<int>(keys_of_a_row(p) / kHeldShare) - keys_of_first;
+  const int blocks = min_of(ceil_div(max_of(rows, 0), Tile::kBlockQ), q_blocks / kHeldShare);
+  return ceil_div(blocks, Tile::kCluster) * Tile::kCluster;
+}
+
 // Where rows are no multiple of a tile's, and where `tall_tiles` says so: low tiles, see FwdArgs.
 inline void shift_rows(FwdArgs& args, bool full, int tall_tiles, int block_q) {
   const FwdParams& p = args.params;
@@ -61,13 +72,12 @@ FwdArgs make_args(const FwdParams& p, cudaStream_t stream, int tall_tiles) {
   FwdArgs args{fwd_tile_args(p, kBoxes), tile_counter_index(stream)};
   const bool full = !has_diagonal(p);
   if (Tile::kShiftsRows) shift_rows(args, full, tall_tiles, Tile::kBlockQ);
-  // Tiles that differ much in length; those of two warpgroups lose what others gain by larger
-  // sections.
   const bool uneven = !full && args.q_blocks >= kManyQBlocks + Tile::kShiftsRows;
-  const bool small_pairs = uneven && Tile::has(kPair) && Tile::kWarpgroups == 2;
-  const bool large = uneven && (Tile::kWarpgroups > 2 || Tile::has(kPair));
-  args.section = section_that_fills(p, args.q_blocks, large ? 2 : 1);
-  if (!full) join_last_sections(args, small_pairs ? kJoinedPairs : kJoinedSections);
+  args.section = section_that_fills(p, args.q_blocks, uneven && Tile::kWarpgroups > 2 ? 2 : 1);
+  if (!full) {
+    args.held_back = held_back<Tile>(p, args.q_blocks);
+    join_last_sections(args, args.held_back ? kJoinedHeld : kJoined);
+  }
   if (args.lowest_last) join_last_sections(args, kJoinedLow);
   if (Tile::has(kPair)) {
     args.pair_heads = pairs_heads(p);

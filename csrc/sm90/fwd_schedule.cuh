@@ -117,7 +117,8 @@ __device__ __forceinline__ int draw_in_time(const FwdSmem<Tile>& smem, const Fwd
 }
 
 __device__ __forceinline__ FwdWork dense_work(const FwdArgs& args, int index) {
-  FwdWork work = dense_work(args.params, args.q_blocks, args.section, index, args.joined_from);
+  FwdWork work =
+      dense_work(args.params, args.q_blocks, args.section, index, args.joined_from, args.held_back);
   if (args.lowest_last) work.q_block = args.q_blocks - 1 - work.q_block;
   return work;
 }
@@ -139,7 +140,8 @@ __device__ __forceinline__ void schedule_dense(const FwdSmem<Tile>& smem, const 
 __device__ __forceinline__ FwdWork pair_work(const FwdArgs& args, int index, int rank,
                                              uint32_t tiles) {
   if (args.pair_heads) return dense_work(args, 2 * index + rank);
-  FwdWork work = dense_work(args.params, args.q_blocks / 2, args.section, index, args.joined_from);
+  FwdWork work = dense_work(args.params, args.q_blocks / 2, args.section, index, args.joined_from,
+                            args.held_back / 2);
   if (args.lowest_last) work.q_block = args.q_blocks / 2 - 1 - work.q_block;
   work.q_block = 2 * work.q_block + (rank ^ static_cast<int>(tiles % 2));
   return work;
