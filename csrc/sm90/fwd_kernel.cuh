@@ -314,10 +314,11 @@ struct Consumer {
   }
   __device__ __forceinline__ int lane_row() const { return own_row() + warp_row() + lane() / 4; }
 
-  // A warp that had to compute scores again asks its warpgroup for exact softmax from now on:
-  // inputs that leap once do so again, and a leap costs three exact blocks. All warps must agree on
-  // the block from which on, since they issue GEMMs together. What a warp writes before it releases
-  // K block c is seen by whoever has waited for block c + kStages.
+  // A warp that had to compute scores again asks its warpgroup for exact softmax in the rest of the
+  // tile: inputs that leap once do so again, and a leap costs three exact blocks. Not in later
+  // tiles, since it is chance which those are, and equal inputs give equal bits. All warps must
+  // agree on the block from which on, since they issue GEMMs together. What a warp writes before it
+  // releases K block c is seen by whoever has waited for block c + kStages.
   __device__ __forceinline__ void ask_for_exact() {
     if (lane() == 0) ptx::min_shared(smem.exact_from(warpgroup), blocks + Tile::kStages + 1);
   }
@@ -469,8 +470,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::other_blocks(const FwdWa
   for (int i = 0; i < Tile::kHeadDimV / 2; ++i) o[i] = 0.f;
   int kv_block = walk.end - 2;
   // Masked blocks on the right, full blocks, masked blocks on the left.
-  for (int exact_end = exact_from() <= blocks ? walk.begin : walk.exact_begin;;
-       exact_end = walk.begin) {
+  for (int exact_end = walk.exact_begin;; exact_end = walk.begin) {
 #pragma unroll 1
     for (; kv_block >= exact_end; --kv_block) {
       if constexpr (Tile::kLooksAhead) {
