@@ -56,6 +56,19 @@ class Backend:
     def is_emulated(self) -> bool:
         return self.name.startswith("emulated")
 
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors; 4 for the engine, which has none."""
+        if self.is_emulated:
+            import emulator
+
+            arch = self.name.removeprefix("emulated:")
+            emulator.load(arch)
+            return int(emulator.settings(arch)["sms"])
+        if self.name == "cuda":
+            return int(torch.cuda.get_device_properties().multi_processor_count)
+        return 4
+
     @contextmanager
     def context(self, case: AttentionCase) -> Iterator[None]:
         """What calls have to be wrapped in."""

@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # started as a script
 
 from tests.cases import AttentionCase
 from tests.check import Backend, Unsupported, check
-from tests.fuzz_large import LargeCase, check_large, draw_large, num_sms
+from tests.fuzz_large import LargeCase, check_large, draw_large
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -138,10 +138,9 @@ def small_cases(backend: Backend, generator: random.Random, small: bool) -> Iter
 
 
 def large_cases(backend: Backend, generator: random.Random) -> Iterator[Drawn]:
-    sms = num_sms(backend)
     while True:
         case = draw_large(
-            generator.choice, ("bfloat16", "float16"), sms, backend.is_emulated,
+            generator.choice, ("bfloat16", "float16"), backend.num_sms, backend.is_emulated,
             generator.randrange(1 << 30),
         )  # fmt: skip
         yield case, check_large

@@ -80,19 +80,6 @@ class LargeCase:
         return LargeCase(**json.loads(text))
 
 
-def num_sms(backend: Backend) -> int:
-    """Multiprocessors of the device."""
-    if backend.name == "cuda":
-        return int(torch.cuda.get_device_properties().multi_processor_count)
-    if backend.is_engine:
-        return 4
-    import emulator
-
-    arch = backend.name.removeprefix("emulated:")
-    emulator.load(arch)
-    return int(emulator.settings(arch)["sms"])
-
-
 def near_an_edge(choose: Choose, most: int) -> int:
     """A length around a multiple of what tiles and blocks may have."""
     unit = choose((64, 128, 192, 256))

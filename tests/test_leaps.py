@@ -99,6 +99,26 @@ def test_leaps_with_a_bias(
     check(got, want)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_leaps_leave_other_heads_alone(head_dim: int, causal: bool, backend: Backend) -> None:
+    """A thread block has tiles of several heads one after the other, which ones depends on time."""
+    heads = 3 * backend.num_sms
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(1, 130, heads, head_dim, generator=generator).bfloat16()
+    k, v = (torch.randn(1, 700, 1, head_dim, generator=generator).bfloat16() for _ in range(2))
+    block = torch.arange(700) // 64
+    k[0, :, 0, 0] = 10.0 * (block.max() - block)
+    outs = []
+    for leap in (0.0, 12.0):
+        q[:, :, ::2, 0], q[:, :, 1::2, 0] = leap * math.sqrt(head_dim), 0.0
+        call = [x.to(backend.device) for x in (q, k, v)]
+        outs.append(backend.call(AttentionCase(), "fwd", *call, window_right=0 if causal else -1))
+    (out_alone, lse_alone), (out, lse) = outs
+    assert torch.equal(out[:, :, 1::2], out_alone[:, :, 1::2])
+    assert torch.equal(lse[:, 1::2], lse_alone[:, 1::2])
+
+
 def check(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
     """Compares out and lse."""
     # P is rounded at the scale of an older reference: an ulp where an exact softmax has 1.
