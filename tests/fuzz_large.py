@@ -21,7 +21,7 @@ import flash_cuda
 
 from . import oracle, test_leaps
 from .cases import DTYPES, AttentionCase, Inputs
-from .check import HALF_ULP, Backend, assert_near, lse_floor
+from .check import HALF_ULP, Backend, assert_near, largest, lse_floor
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -272,9 +272,12 @@ def compare(case: LargeCase, backend: Backend, s: Sequences, out: Tensor, lse: T
             "out": HALF_ULP[dtype],
             "lse": lse_floor(lse_case, backend, Inputs({}), want["lse"]),
         }
+        # Where one key is all that a row sees, P is exactly 1 in the yardstick; in a kernel it may
+        # be rounded at another scale (docs/numerics.md). Few rows may all be such.
+        chances = {"out": HALF_ULP[dtype] * largest(want["out"]), "lse": 0.0}
         for name, x in got.items():
-            like = x.shape
-            assert_near(name, x, want[name].expand(like), near[name].expand(like), floors[name])
+            right, yardstick = want[name].expand_as(x), near[name].expand_as(x)
+            assert_near(name, x, right, yardstick, floors[name], chance=chances[name])
 
 
 def check_large(case: LargeCase, backend: Backend) -> str:
