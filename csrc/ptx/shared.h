@@ -24,8 +24,4 @@ __device__ __forceinline__ void store_shared(uint32_t at, uint32_t x) {
   asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ void min_shared(uint32_t at, uint32_t x) {
-  asm volatile("red.shared.min.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
-}
-
 }  // namespace flash_cuda::ptx

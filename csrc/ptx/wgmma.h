@@ -35,6 +35,9 @@ __device__ __forceinline__ void pin(uint32_t (&r)[kRegisters]) {
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
+// Some value, without an instruction: for what is used only where it was set.
+__device__ __forceinline__ void leave_unset(float& x) { asm("" : "=f"(x)); }
+
 // Swizzle codes of the shared-memory matrix descriptor (the tensor map's enum runs the other way).
 constexpr uint32_t kDescSwizzle128 = 1, kDescSwizzle64 = 2, kDescSwizzle32 = 3;
 

@@ -2,10 +2,9 @@
 //
 // A block of 64 keys is 180 instructions a warp at head dim 64, 110 of them the softmax. The others
 // cost most where each waits for the one before and no S is under way. So whatever can be done
-// between the GEMMs and the wait for S is done there: to look whether the next stages are full and
-// whether exact softmax is asked for, to release the stages of the block before, if there are
-// others enough. P is converted while the vote on the sums runs; the few blocks that are repaired
-// do it again.
+// between the GEMMs and the wait for S is done there: to look whether the next stages are full, to
+// release the stages of the block before, if there are others enough. P is converted beside the
+// exponentials or while the vote on the sums runs; the few blocks that are repaired do it again.
 //
 // V of a block has the turn of the K block after it, beside which it is multiplied: the two share
 // a stage's barriers. A tile of n blocks is n + 1 turns: the first has only K, the last only V.
@@ -28,7 +27,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::look_ahead() {
 
 template <class Tile, DType kDType>
 template <bool kExact>
-__device__ __forceinline__ bool Consumer<Tile, kDType>::consume_ahead(int kv_block, bool masked) {
+__device__ __forceinline__ void Consumer<Tile, kDType>::consume_ahead(int kv_block, bool masked) {
   if (!is_next_full) wait_k();
   take_turn();
   issue_qk();
@@ -37,8 +36,6 @@ __device__ __forceinline__ bool Consumer<Tile, kDType>::consume_ahead(int kv_blo
   // Under S. This turn's K may be read again by a repair, its V is read until wait_pv().
   if (Tile::kReleasesLate) release_turn(blocks - 1);
   look_ahead();
-  bool next_exact = false;
-  if constexpr (!kExact) next_exact = __any_sync(~0u, exact_from() <= blocks + 1);
   ptx::wgmma_wait_group<1>();
   ptx::pin(s);
   if constexpr (kExact) {
@@ -48,15 +45,29 @@ __device__ __forceinline__ bool Consumer<Tile, kDType>::consume_ahead(int kv_blo
     convert_p();
     scale_rows(o, rescale[0], rescale[1]);
   } else {
+    // Conversions fill the gaps between exponentials where P V is short and done by then.
+    constexpr bool kConvertsAmong = Tile::kHeadDimV < 128;
+    if constexpr (kConvertsAmong) wait_pv();
     float sum0, sum1;
-    exponentials<false, true>(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0, sum1);
-    const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
-    wait_pv();
-    convert_p();
-    pin_p();  // here, not where it is used
+    ptx::leave_unset(sum0);
+    ptx::leave_unset(sum1);
+    if (!leaps) {
+      exponentials<false, true>(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0,
+                                sum1);
+      if constexpr (kConvertsAmong) {
+        convert_p();
+        pin_p();  // here, not where it is used
+      }
+    }
+    const bool grown = __any_sync(~0u, leaps || !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
+    if constexpr (!kConvertsAmong) {
+      wait_pv();
+      convert_p();
+      pin_p();
+    }
     if (grown) {
       float rescale[2];
-      repair(sum0, sum1, rescale);
+      repair(sum0, sum1, leaps, rescale);
       convert_p();
       scale_rows(o, rescale[0], rescale[1]);
     } else {
@@ -66,7 +77,6 @@ __device__ __forceinline__ bool Consumer<Tile, kDType>::consume_ahead(int kv_blo
   }
   if (!Tile::kReleasesLate) release_turn(blocks);
   ++blocks;
-  return next_exact;
 }
 
 }  // namespace flash_cuda::sm90

@@ -68,6 +68,10 @@ struct Consumer {
   uint32_t tiles = 0, blocks = 0;
   int next_turn = 0;  // kRagged: barrier of the warpgroup that has its turn next, in this tile
   bool is_next_full = false;  // Tile::kLooksAhead: the next K and V block were seen to be there
+  // This warp had to compute scores again and takes the exact softmax in the rest of the tile:
+  // inputs that leap once do so again, and a leap costs three exact blocks. Not in later tiles,
+  // since it is chance which those are, and equal inputs are to give equal bits.
+  bool leaps = false;
 
   // Dense: what is the same for all tiles comes from the arguments.
   using Work = std::conditional_t<Tile::has(kDense), FwdWork, const FwdWork&>;
@@ -314,28 +318,16 @@ struct Consumer {
   }
   __device__ __forceinline__ int lane_row() const { return own_row() + warp_row() + lane() / 4; }
 
-  // A warp that had to compute scores again asks its warpgroup for exact softmax in the rest of the
-  // tile: inputs that leap once do so again, and a leap costs three exact blocks. Not in later
-  // tiles, since it is chance which those are, and equal inputs give equal bits. All warps must
-  // agree on the block from which on, since they issue GEMMs together. What a warp writes before it
-  // releases K block c is seen by whoever has waited for block c + kStages.
-  __device__ __forceinline__ void ask_for_exact() {
-    if (lane() == 0) ptx::min_shared(smem.exact_from(warpgroup), blocks + Tile::kStages + 1);
-  }
-  // Read after the wait for block c, this says whether block c + 1 must be exact.
-  __device__ __forceinline__ uint32_t exact_from() const {
-    return ptx::load_shared(smem.exact_from(warpgroup));
-  }
-
   // The first KV block of a tile: S, softmax. One after the first: S, O += P V of the block before,
-  // softmax; returns exact_from().
+  // softmax.
   __device__ __forceinline__ void first_block(const FwdWalk& walk);
   template <bool kExact>
-  __device__ __forceinline__ uint32_t consume_block(int kv_block, bool masked);
-  // The same where Tile::kLooksAhead, but returns whether the next block must be exact.
+  __device__ __forceinline__ void consume_block(int kv_block, bool masked);
+  // The same where Tile::kLooksAhead.
   template <bool kExact>
-  __device__ __forceinline__ bool consume_ahead(int kv_block, bool masked);
-  __device__ __forceinline__ void repair(float sum0, float sum1, float (&rescale)[2]);
+  __device__ __forceinline__ void consume_ahead(int kv_block, bool masked);
+  __device__ __forceinline__ void repair(float sum0, float sum1, bool has_scores,
+                                         float (&rescale)[2]);
   __device__ __forceinline__ void other_blocks(const FwdWalk& walk);
   // The last O += P V; sums become factors for O, and lse; both are written.
   __device__ __forceinline__ void end_rows(RowEnd (&ends)[2]);
@@ -352,15 +344,13 @@ struct Consumer {
 
 template <class Tile, DType kDType>
 template <bool kExact>
-__device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv_block,
-                                                                          bool masked) {
+__device__ __forceinline__ void Consumer<Tile, kDType>::consume_block(int kv_block, bool masked) {
   wait_k();
   take_turn();
   issue_qk();
   wait_v(blocks - 1);
   issue_pv(blocks - 1);
   pass_turn();
-  const uint32_t exact = kExact ? 0 : exact_from();
   ptx::wgmma_wait_group<1>();
   ptx::pin(s);
 
@@ -382,9 +372,13 @@ __device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv
     convert_p();
     scale_rows(o, rescale[0], rescale[1]);
   } else {
-    float sum0 = 0.f, sum1 = 0.f;
+    float sum0 = 0.f, sum1 = 0.f, rescale[2];
+    ptx::leave_unset(rescale[0]);
+    ptx::leave_unset(rescale[1]);
+    const bool raised = leaps && raise_references(s, args.scale_log2, rows, rescale);
     exponentials(s, args.scale_log2, rows.reference[0], rows.reference[1], sum0, sum1);
-    const bool grown = __any_sync(~0u, !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
+    const bool grown =
+        __any_sync(~0u, raised || !(sum0 <= kRepairAbove) || !(sum1 <= kRepairAbove));
     if (!grown) {
       rows.sum[0] += sum0;
       rows.sum[1] += sum1;
@@ -394,8 +388,12 @@ __device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv
     // keeps its registers free for the repair.
     wait_pv();
     if (grown) {
-      float rescale[2];
-      repair(sum0, sum1, rescale);
+      if (raised) {
+        rows.sum[0] += sum0;
+        rows.sum[1] += sum1;
+      } else {
+        repair(sum0, sum1, false, rescale);
+      }
       __syncwarp();
       release_k();
       convert_p();
@@ -406,16 +404,16 @@ __device__ __forceinline__ uint32_t Consumer<Tile, kDType>::consume_block(int kv
     release_v(blocks - 1);
   }
   ++blocks;
-  return exact;
 }
 
-// The sums of a block grew beyond the range of P. Raises the references of this
-// warp's rows and brings s, the sums and the factors for o in line.
+// The sums of a block grew beyond the range of P. Raises the references of this warp's rows and
+// brings s, the sums and the factors for o in line. has_scores: s holds scores still.
 template <class Tile, DType kDType>
 __device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float sum1,
+                                                               bool has_scores,
                                                                float (&rescale)[2]) {
   __syncwarp();
-  if (!__any_sync(~0u, !(sum0 < kRecomputeFrom) || !(sum1 < kRecomputeFrom))) {
+  if (!__any_sync(~0u, has_scores || !(sum0 < kRecomputeFrom) || !(sum1 < kRecomputeFrom))) {
     // Exact powers of two: the exponent of the largest sum of each row.
     const int up0 = max((__float_as_int(quad_max(sum0)) >> 23) - 127, 0);
     const int up1 = max((__float_as_int(quad_max(sum1)) >> 23) - 127, 0);
@@ -427,8 +425,8 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::repair(float sum0, float
     rows.sum[1] = (rows.sum[1] + sum1) * rescale[1];
     scale_rows(s, rescale[0], rescale[1]);
   } else {
-    ask_for_exact();
-    recompute_scores();
+    leaps = true;
+    if (!has_scores) recompute_scores();
     softmax_exact(s, args.scale_log2, rows, rescale);
   }
 }
@@ -462,6 +460,7 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::first_block(const FwdWal
   skip_v(skipped, blocks);
   ++blocks;
   is_next_full = false;
+  leaps = false;
 }
 
 template <class Tile, DType kDType>
@@ -480,16 +479,14 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::other_blocks(const FwdWa
       }
     }
     if (kv_block < walk.begin) break;
-    if constexpr (Tile::kLooksAhead) {
+    if constexpr (!Tile::has(kGeneral)) {
 #pragma unroll 1
-      while (kv_block >= walk.full_begin) {
-        if (consume_ahead<false>(kv_block--, false)) break;
-      }
-    } else if constexpr (!Tile::has(kGeneral)) {
-      uint32_t exact = ~0u;
-#pragma unroll 1
-      for (; kv_block >= walk.full_begin && !__any_sync(~0u, exact <= blocks); --kv_block) {
-        exact = consume_block<false>(kv_block, false);
+      for (; kv_block >= walk.full_begin; --kv_block) {
+        if constexpr (Tile::kLooksAhead) {
+          consume_ahead<false>(kv_block, false);
+        } else {
+          consume_block<false>(kv_block, false);
+        }
       }
     }
   }

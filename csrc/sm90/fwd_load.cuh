@@ -181,8 +181,6 @@ struct Loader {
       const auto ring = smem.q_ring(w);
       const uint32_t full = ring.full(tiles);
       ring.wait_empty(tiles);
-      // All warps are done with what they asked each other for in the tile before.
-      if (!Tile::has(kGeneral)) ptx::store_shared(smem.exact_from(w), ~0u);
       if (w >= with_rows) {
         ptx::mbarrier_arrive(full);
         continue;

@@ -53,8 +53,7 @@ struct FwdSmem {
   static constexpr int kDrawAt = kQAt + QRing::kBytes * Tile::kWarpgroups;
   static constexpr int kBiasAt = kDrawAt + 8;
   static constexpr int kOutAt = kBiasAt + BiasRing::kBytes;
-  static constexpr int kExactAt = kOutAt + QRing::kBytes * Tile::kWarpgroups;
-  static constexpr int kJoinsAt = kExactAt + 4 * Tile::kWarpgroups;
+  static constexpr int kJoinsAt = kOutAt + QRing::kBytes * Tile::kWarpgroups;
   static constexpr int kMailAt = (kJoinsAt + 4 * Tile::kWarpgroups + 7) / 8 * 8;
   static constexpr int kSlotsAt = (kMailAt + 24 + 15) / 16 * 16;
   static_assert(kSlotsAt + kWorkSlots * sizeof(FwdSlot<Tile>) <=
@@ -75,10 +74,6 @@ struct FwdSmem {
   __device__ __forceinline__ FwdSlot<Tile>& slot(uint32_t count) const {
     return *ptx::shared_pointer<FwdSlot<Tile>>(base + kSlotsAt +
                                                count % kWorkSlots * sizeof(FwdSlot<Tile>));
-  }
-  // Block from which on a warpgroup wants exact softmax; see Consumer::ask_for_exact.
-  __device__ __forceinline__ uint32_t exact_from(int warpgroup) const {
-    return base + kExactAt + 4 * warpgroup;
   }
   // kShareTail: whether a warpgroup has left the last part of its tile.
   __device__ __forceinline__ uint32_t joins(int warpgroup) const {
@@ -107,7 +102,6 @@ __device__ __forceinline__ void init_barriers(const FwdSmem<Tile>& smem) {
   for (int w = 0; w < Tile::kWarpgroups; ++w) {
     smem.q_ring(w).init(1, 4);
     smem.out_ring(w).init(4, 1);
-    ptx::store_shared(smem.exact_from(w), ~0u);
   }
   ptx::mbarrier_init(smem.draw_barrier(), 1);
   if (Tile::has(kGeneral)) smem.bias_ring().init(1, 4 * Tile::kWarpgroups);

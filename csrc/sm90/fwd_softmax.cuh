@@ -132,6 +132,24 @@ __device__ __forceinline__ void softmax_exact(float (&s)[kN], float scale, Softm
   rows.sum[1] = fmaf(rows.sum[1], rescale[1], sum1);
 }
 
+// Only the first half of it, up to the exponentials: references become the maxima of the block and
+// of what was before, and the sums follow. False, and nothing is done, where they are too large for
+// a fused multiply-add.
+template <int kN>
+__device__ __forceinline__ bool raise_references(const float (&s)[kN], float scale,
+                                                 SoftmaxRows& rows, float (&rescale)[2]) {
+  float maxima[2];
+  row_maxima(s, scale, rows, maxima);
+  if (__any_sync(~0u, !(fmaxf(fabsf(maxima[0]), fabsf(maxima[1])) <= kFusedBelow))) return false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rescale[r] = ptx::ex2(rows.reference[r] - maxima[r]);
+    rows.reference[r] = maxima[r];
+    rows.sum[r] *= rescale[r];
+  }
+  return true;
+}
+
 // Where the product of a reference and log2(e) is rounded apart from that of a logit, their
 // difference is exact enough for references up to this.
 constexpr float kFoldedBelow = 0x1p12f;
