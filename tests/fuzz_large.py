@@ -267,10 +267,10 @@ def compare(case: LargeCase, backend: Backend, s: Sequences, out: Tensor, lse: T
             test_leaps.check([x[:, rows] for x in got.values()], [x[rows] for x in want.values()])
             continue
         near = solve(case, s, query, keys, oracle.Precision(torch.float32, dtype))
-        lse_case = AttentionCase(dtype=case.dtype)
+        lse_case = AttentionCase(dtype=case.dtype, head_dim=case.head_dim, scale=case.scale)
         floors = {
             "out": HALF_ULP[dtype],
-            "lse": lse_floor(lse_case, backend, Inputs({}), want["lse"]),
+            "lse": lse_floor(lse_case, backend, Inputs({"q": s.q, "k": s.k}), want["lse"]),
         }
         # Where one key is all that a row sees, P is exactly 1 in the yardstick; in a kernel it may
         # be rounded at another scale (docs/numerics.md). Few rows may all be such.
