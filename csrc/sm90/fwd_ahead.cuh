@@ -36,7 +36,13 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::consume_ahead(int kv_blo
   // Under S. This turn's K may be read again by a repair, its V is read until wait_pv().
   if (Tile::kReleasesLate) release_turn(blocks - 1);
   look_ahead();
-  ptx::wgmma_wait_group<1>();
+  // Conversions fill the gaps between exponentials where P V is short and done by then.
+  constexpr bool kConvertsAmong = !kExact && Tile::kHeadDimV < 128;
+  if constexpr (kConvertsAmong) {
+    wait_pv();
+  } else {
+    ptx::wgmma_wait_group<1>();
+  }
   ptx::pin(s);
   if constexpr (kExact) {
     float rescale[2];
@@ -45,9 +51,6 @@ __device__ __forceinline__ void Consumer<Tile, kDType>::consume_ahead(int kv_blo
     convert_p();
     scale_rows(o, rescale[0], rescale[1]);
   } else {
-    // Conversions fill the gaps between exponentials where P V is short and done by then.
-    constexpr bool kConvertsAmong = Tile::kHeadDimV < 128;
-    if constexpr (kConvertsAmong) wait_pv();
     float sum0, sum1;
     ptx::leave_unset(sum0);
     ptx::leave_unset(sum1);
