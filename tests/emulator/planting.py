@@ -27,7 +27,7 @@ from .test_kernels import inputs, reference
 SCHEDULES = (
     "policy=random,seed=1,race=1",
     "policy=eager,seed=1,race=0",
-    "policy=lazy,seed=1,race=0",
+    "policy=lazy,seed=1,race=1",
     "policy=random,seed=2,race=0",
 )
 SITES_OF_A_KIND = 2  # of cases that are not tried at every site
@@ -61,8 +61,9 @@ CASES = {
     "sm80": [Case("sm80", 64, LENGTHS[:2], every_site=True)],
     "sm90": [
         Case("sm90", 64, LENGTHS, every_site=True),
-        # A round of tiles and a third of one, which is shared.
-        Case("sm90", 64, ((300, 1500),), sms=3, causal=False),
+        # A round of tiles and a third of one, which is shared. With more keys the loader, whose ring
+        # has eight stages, falls behind.
+        Case("sm90", 64, ((300, 1500), (300, 3000)), sms=3, causal=False),
         Case("sm90", 96, ((300, 1100), (600, 1030), (300, 1500))),
         Case("sm90", 128, LENGTHS),
         # Two query heads of one KV head, each in a block of a pair.
