@@ -61,8 +61,8 @@ CASES = {
     "sm80": [Case("sm80", 64, LENGTHS[:2], every_site=True)],
     "sm90": [
         Case("sm90", 64, LENGTHS, every_site=True),
-        # A round of tiles and a third of one, which is shared. With more keys the loader, whose ring
-        # has eight stages, falls behind.
+        # A round of tiles and a third of one, which is shared. With more keys the loader, whose
+        # ring has eight stages, falls behind.
         Case("sm90", 64, ((300, 1500), (300, 3000)), sms=3, causal=False),
         Case("sm90", 96, ((300, 1100), (600, 1030), (300, 1500))),
         Case("sm90", 128, LENGTHS),
