@@ -15,9 +15,9 @@ namespace flash_cuda {
 // Launches on one stream run one after the other and share a slot, of `stream_slots` on each
 // device. Beyond so many streams one takes over the slot of another that has been idle for longest.
 // A launch that is being captured gets the next of the other slots, since a graph may run beside
-// any stream. So two launches meet in a slot only if they are captured all_slots - stream_slots
-// launches apart, or are one launch of a graph that was instantiated twice, and run at the same
-// time.
+// any stream. So two launches meet in a slot only if they run at the same time and are captured
+// all_slots - stream_slots launches apart, or are one launch of a graph that was instantiated
+// twice, or stream_slots other streams have launched between them.
 class LaunchSlots {
  public:
   LaunchSlots(int stream_slots, int all_slots) : stream_slots_(stream_slots), all_(all_slots) {}
