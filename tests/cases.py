@@ -27,6 +27,12 @@ DTYPES = {
 }
 
 
+def json_of(case: Any) -> str:
+    """The fields of a case that differ from their defaults."""
+    default = type(case)()
+    return json.dumps({k: v for k, v in asdict(case).items() if v != getattr(default, k)})
+
+
 @dataclass(frozen=True)
 class AttentionCase:
     """One call.
@@ -118,8 +124,7 @@ class AttentionCase:
         return self.work <= 1 << 22 and self.dtype in ("bfloat16", "float16")
 
     def to_json(self) -> str:
-        default = AttentionCase()
-        return json.dumps({k: v for k, v in asdict(self).items() if v != getattr(default, k)})
+        return json_of(self)
 
     @staticmethod
     def from_json(text: str) -> AttentionCase:

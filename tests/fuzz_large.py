@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 import flash_cuda
 
 from . import oracle, test_leaps
-from .cases import DTYPES, AttentionCase, Inputs
+from .cases import DTYPES, AttentionCase, Inputs, json_of
 from .check import HALF_ULP, Backend, assert_near, largest, lse_floor
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -72,8 +72,7 @@ class LargeCase:
         return self.heads_kv * self.group
 
     def to_json(self) -> str:
-        default = LargeCase()
-        return json.dumps({k: v for k, v in asdict(self).items() if v != getattr(default, k)})
+        return json_of(self)
 
     @staticmethod
     def from_json(text: str) -> LargeCase:
